@@ -5,23 +5,23 @@
 #     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "psutil>=5.9"
 # ]
 # ///
-"""Is B slower than A? Or: which of several commands is the fastest? Runs them in turn.
+"""Is B slower than A? Or: which of several commands is the fastest? Runs the commands alternately.
 
-Without --b it runs A against A, and prints the smallest change that this many runs can show here.
+Without --b, it compares A with A, and prints the smallest change that this number of runs detects.
 
-A round runs A and B once, and its two runs make a pair. Of each 4 rounds two begin with A and two
-with B, in an order that is drawn at random, so that no rhythm of the machine favours one of them. A
-pair during which other processes used the cores unequally is no evidence: then one more round is
-run, up to --max-runs.
+In each round, A and B run once, and the two runs form a pair. Of every 4 rounds, two begin with A
+and two with B, in random order, so that no periodic disturbance favours one of them. A pair is not
+evidence if other processes loaded its two runs differently. It is then replaced by another round,
+up to --max-runs.
 
-`--json` is added to each command, so that every run writes its report to OUT/a or OUT/b. Repeating
-the same call continues an interrupted one: a run whose report is complete is not run again. A
-command that writes no report needs --step: then nothing is added to it, and the time of each step
-is found in what it prints.
+The script appends `--json PATH` to each command, so that every run writes its report to OUT/a or
+OUT/b. To continue an interrupted call, repeat it: runs with a complete report are not repeated. For
+a command that writes no report use --step, which reads step times from its output instead.
 
-Several commands have a NAME each. Each runs once a round, in a random order. After 6, 8, 12, ...
-rounds a command that is slower than the fastest with confidence is dropped. The run ends when one
-is left, when the others are the same within --margin, or after --max-runs. See docs/compare.md.
+To compare several commands, give each a NAME. Each command runs once per round, in random order.
+After 6, 8, 12, ... rounds, commands that are significantly slower than the fastest are dropped. The
+script ends when one command is left, when the others are the same within --margin, or after
+--max-runs. See docs/compare.md.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py'
@@ -36,11 +36,12 @@ is left, when the others are the same within --margin, or after --max-runs. See 
         --a 'torchrun --nproc-per-node 8 train.py' \\
         --b 'torchrun --nproc-per-node 8 train.py --compile'
 
---interleave is for a shared machine: the runs of a round take turns, block by block. It needs
-this project's scripts, and rank 0 on this machine.
+On a shared machine use --interleave: the runs of a round alternate block by block. It requires
+scripts of this project, with rank 0 on this machine.
 
-Exit status: 0; 1 if a run or the disk fails, or if a case has a verdict of --fail-on; 2 bad usage;
-4 no verdict, with --fail-on; 130 after Ctrl-C, 143 after SIGTERM. BSD-3-Clause.
+Exit status: 0 success; 1 if a run failed, the disk is full, or a case has a verdict of --fail-on;
+2 incorrect usage; 4 with --fail-on, if there is no verdict; 130 after Ctrl-C, 143 after SIGTERM.
+BSD-3-Clause.
 """
 
 import argparse
@@ -58,9 +59,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import as_json, step_logs
-from analysis.commands import Command, ending_all, open_plan, run_round, seed_of
+from analysis.commands import Command, ending_children, open_plan, run_round, seed_of
 from analysis.compare import add_verdict_flags, as_pair, exit_status, in_format, show
-from analysis.evidence import UNLIKE
+from analysis.evidence import UNEQUAL_LOAD
 from analysis.load import load
 from analysis.plan import Verdict
 from analysis.race import Compared, Race, against_the_best, conclusions, design_of, overall, sides
@@ -68,13 +69,13 @@ from analysis.show import one_line, put
 from analysis.verdicts import Comparison, Result, compare
 from common.cli import Parser, checked, complain, duration, number, positive_int, wrong
 
-Commands = dict[str, Command]  # by their names; the first one is A
+Commands = dict[str, Command]  # by name; the first one is A
 
 
 class Plan(NamedTuple):
     """How the rounds are run."""
 
-    seed: int  # of the order of the commands
+    seed: int  # determines the order of the commands
     interleave: bool
 
 
@@ -82,11 +83,10 @@ PATTERNS = [*sorted(set(itertools.permutations([False, False, True, True])))]  #
 
 
 def order_of(names: Sequence[str], n: int, seed: int) -> list[str]:
-    """The order of the commands in round n. The same seed gives the same order after an
-    interruption.
+    """The order of the commands in round n. It depends only on the seed, also after a restart.
 
-    Of two commands each is first in two of 4 rounds (rounds 1 to 4, 5 to 8, ...), at random; the
-    order of several is drawn anew in each round.
+    Of two commands, each comes first in two of every 4 rounds (1 to 4, 5 to 8, ...), chosen at
+    random. The order of several commands is drawn independently in each round.
     """
     if len(names) > 2:
         order = list(names)
@@ -98,32 +98,31 @@ def order_of(names: Sequence[str], n: int, seed: int) -> list[str]:
 
 
 def lost_pairs(comparison: Comparison) -> int:
-    """The number of pairs of runs that load alone has made useless."""
-    return sum(why == UNLIKE for why in comparison.left_out.values())
+    """The number of pairs of runs that are lost only because of the load."""
+    return sum(why == UNEQUAL_LOAD for why in comparison.left_out.values())
 
 
 def run_rounds(
     commands: Commands, looks: Sequence[int], most: int, plan: Plan, compared: Compared
 ) -> tuple[Race, int]:
-    """Run the commands in rounds. Returns the race and the number of rounds. Raises RuntimeError if
-    a run fails.
+    """Run the commands in rounds. Returns the race and the number of rounds.
 
-    Of several commands, those that are slower are dropped at the looks, until the fastest is known
-    or the looks are over. Two commands run in all rounds. Then pairs that load has made useless
-    are replaced, until there are most rounds.
+    With several commands, slower ones are dropped at each look, until the fastest is known or no
+    look is left. Two commands run in all rounds. Pairs that are lost because of the load are then
+    replaced, up to `most` rounds. Raises RuntimeError if a run fails.
     """
 
     def result_of(base: str, test: str, rounds: int) -> Result:
         return overall(compared(base, test, rounds))
 
     is_race = len(commands) > 2
-    took: list[tuple[int, float]] = []  # the rounds of this call: number of commands, seconds
+    took: list[tuple[int, float]] = []  # rounds of this call: number of commands, seconds
 
     def run(names: Sequence[str], n: int, last: int) -> None:
         order = [commands[name] for name in order_of(names, n, plan.seed)]
         label = f"round {n} of {last}, {len(order)} commands,"
         if not is_race and n > looks[-1]:
-            label += " in place of one that load made useless,"
+            label += " replacing a disturbed pair,"
         seconds = run_round(order, n, plan.interleave)
         if seconds is None:
             complain(f"{label} is already complete")
@@ -141,7 +140,7 @@ def run_rounds(
     race = Race(list(commands))
     for n in range(1, looks[-1] + 1):
         run(race.racing, n, looks[-1])
-        if n == 1:  # do keys meet?
+        if n == 1:  # check early that the cases have common keys
             for name in others:
                 compared(first, name, 1)
         if is_race and n in looks and race.look(n, result_of):
@@ -159,8 +158,9 @@ def run_rounds(
 def total_time(seconds: float, rounds: int, spare: int, first_look: int | None) -> str:
     """`; 6 rounds take about 4 min`: the estimate after the first round of a call.
 
-    seconds: of that round. rounds: that the call has to run, this one included. spare: the number
-    of rounds that may be added. first_look: the round after which a race may end; None for a pair.
+    seconds: duration of that round. rounds: number of rounds in this call, including that one.
+    spare: number of rounds that may be added. first_look: the round after which a race may end;
+    None for two commands.
     """
     if rounds == 1:
         return ""
@@ -169,22 +169,23 @@ def total_time(seconds: float, rounds: int, spare: int, first_look: int | None) 
         return f"; at most {total}; the first look is after round {first_look}"
     if spare:
         most = duration((rounds + spare) * seconds)
-        total += f", or up to {most} if load makes pairs useless"
+        total += f", or up to {most} if disturbed pairs are replaced"
     return f"; {total}"
 
 
 def time_left(took_s: Sequence[float], left: int, is_race: bool) -> str:
-    """`; about 3 min left`. took_s: seconds of rounds with as many commands."""
+    """`; about 3 min left`. took_s: seconds of earlier rounds with the same number of commands."""
     if not left:
         return ""
     return f"; {'at most' if is_race else 'about'} {duration(left * fmean(took_s))} left"
 
 
 def planned_looks(first: int, most: int) -> list[int]:
-    """After how many runs a side the result is looked at: by a third more each time, and even.
+    """The numbers of rounds after which the result is evaluated.
 
-    The numbers are even, since ABBA balances a drift over two pairs. A look right before the last,
-    with 15 % fewer runs or less, would not be worth its share of the error rate.
+    Each is larger by about a third, and even, because ABBA balances a drift over two pairs. A look
+    that is followed by the last one with at most 15 % more runs would not be worth its share of the
+    error rate.
     """
     looks = [first]
     while looks[-1] < most:
@@ -194,14 +195,14 @@ def planned_looks(first: int, most: int) -> list[int]:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Run the commands and print what they tell. Raises RuntimeError where a run fails."""
+    """Run the commands and print the result. Raises RuntimeError if a run fails."""
     of_reports = {"--interleave": args.interleave, "--ignore-key": args.ignore_key}
     steps = step_logs.steps_of(args, of_reports)
     commands = commands_of(args, steps)
     names = list(commands)
     is_race = len(names) > 2
     if is_race and args.fail_on:
-        raise ValueError("--fail-on is for one --b: a verdict is about two commands")
+        raise ValueError("--fail-on cannot be used with several --b: it applies to two commands")
     most = max(args.runs, args.max_runs or (4 if is_race else 2) * args.runs)
     looks = planned_looks(args.runs, most) if is_race else [args.runs]
     is_like_with_like = not args.b and not args.b_env
@@ -233,7 +234,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def show_race(race: Race, compared: Compared, margin: float, form: str = "table") -> None:
-    """Each command against the best one, and in one sentence. form: --format."""
+    """Print each command against the best one, and the result in a sentence. form: --format."""
     comparisons = against_the_best(race, compared)
     if form == "json":
         pairs = [as_pair(each, race.best, name) for name, each in comparisons.items()]
@@ -247,8 +248,10 @@ def show_race(race: Race, compared: Compared, margin: float, form: str = "table"
 
 
 def commands_of(args: argparse.Namespace, steps: step_logs.Steps | None) -> Commands:
-    """A and what is compared with it. steps: in the logs of commands that write no reports. Raises
-    ValueError where a name is missing, or there twice."""
+    """A and the commands to compare with it. steps: where to find step times in their logs.
+
+    Raises ValueError if a name is missing or used twice.
+    """
     a_name, a_text = args.a
     rivals = [(name, text, args.b_env) for name, text in args.b]
     if not rivals:
@@ -260,13 +263,13 @@ def commands_of(args: argparse.Namespace, steps: step_logs.Steps | None) -> Comm
             raise ValueError(f"several commands need names, {example}")
         name = name or "b"
         if name in commands:
-            raise ValueError(f"two commands are called {name}; give each a name of its own")
+            raise ValueError(f"two commands are named {name}; use different names")
         commands[name] = Command(name, text, dict(variables), Path(args.out) / name, steps)
     return commands
 
 
 def command(text: str) -> tuple[str, str]:
-    """COMMAND or NAME=COMMAND as the name, if there is one, and the command."""
+    """The name, which may be empty, and the command of `COMMAND` or `NAME=COMMAND`."""
     name, equals, rest = text.partition("=")
     if not equals or not re.fullmatch(r"[\w.+-]+", name):
         name, rest = "", text
@@ -283,22 +286,22 @@ def variable(text: str) -> tuple[str, str]:
 def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    base = "the command to compare with, quoted as one word"
+    base = "the command to compare with, quoted as one argument"
     add("--a", required=True, type=command, metavar="[NAME=]COMMAND", help=base)
-    b = "one or more commands to compare with A (default: A itself, to see what chance does)"
+    b = "one or more commands to compare with A (default: A itself, which shows the noise)"
     add("--b", type=command, metavar="[NAME=]COMMAND", help=b, **lists)
     b_env = "environment variables for the commands of --b"
     add("--b-env", type=variable, metavar="NAME=VALUE", help=b_env, **lists)
     folder = checked(str, bool, "a folder", "e.g. --out threads")
-    add("--out", required=True, type=folder, metavar="DIR", help="for the plan, reports and logs")
+    add("--out", required=True, type=folder, metavar="DIR", help="folder for reports and logs")
     runs = "runs of each command; with several --b, runs before the first look (default: 6)"
     add("--runs", type=number(int, 2), default=6, metavar="N", help=runs)
-    interleave = "start the runs of a round together; they take turns, block by block"
+    interleave = "start the runs of a round together, and let them alternate block by block"
     add("--interleave", action="store_true", help=interleave)
     limit = "maximum number of runs of each command (default: 2 times --runs, to replace disturbed "
-    limit += "pairs; with several --b 4 times --runs)"
+    limit += "pairs; 4 times --runs with several --b)"
     add("--max-runs", type=positive_int, metavar="N", help=limit)
-    step_logs.add_step_flags(parser, "what the commands print; then --json is not added to them")
+    step_logs.add_step_flags(parser, "the output of the commands; --json is then not appended")
     add_verdict_flags(parser)
 
 
@@ -306,7 +309,7 @@ def main() -> int:
     parser = Parser(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    with ending_all(args.out):
+    with ending_children(args.out):
         status = measure(args)
     return status
 

@@ -1,7 +1,7 @@
-"""What compare.py and ab.py print with `--format json`. docs/compare.md describes the fields.
+"""The output of compare.py and ab.py with `--format json`. docs/compare.md describes the fields.
 
-The numbers are those of the table, in full: seconds, ratios of TEST / BASE and fractions. A number
-that the table shows as `-` or as `no interval` is null.
+The numbers are those of the table with all digits: seconds, ratios of TEST / BASE, and fractions. A
+number that the table shows as `-` or as `no interval` is null.
 """
 
 import json
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.evidence import load_of_others
+from analysis.evidence import busiest_load
 from analysis.load import Run
 from analysis.race import Race, is_clear, overall, persistent_of, sentence
 from analysis.verdicts import Comparison, Design, Result, geometric_mean
@@ -19,13 +19,13 @@ SCHEMA = "torchrun-bench-verdicts/1"
 
 
 def document(pairs: Sequence[dict[str, Any]], **about: Any) -> str:
-    """The document as text. pairs: from `pair_of`. about: race, gate and status."""
+    """The document as text. pairs: results of `pair_of`. about: race, gate and status."""
     content = {"schema": SCHEMA, "version": VERSION, "pairs": pairs, **about}
     return json.dumps(finite(content), indent=1, allow_nan=False)
 
 
 def finite(content: Any) -> Any:
-    """The same without NaN and infinity, which JSON lacks: None instead, at any depth."""
+    """Replace NaN and infinity, which JSON lacks, by None, at any depth."""
     if isinstance(content, Mapping):
         return {name: finite(value) for name, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -34,8 +34,7 @@ def finite(content: Any) -> Any:
 
 
 def pair_of(comparison: Comparison, notes: Sequence[str], base: str, test: str) -> dict[str, Any]:
-    """A comparison of two sides. base, test: what they are called. notes: the sentences below its
-    table."""
+    """A comparison of two sides. base, test: their names. notes: the lines below the table."""
     mean = comparison.mean
     cases = [row_of(case) | {"runs": runs_of_case(case, comparison)} for case in comparison.cases]
     return {
@@ -43,7 +42,7 @@ def pair_of(comparison: Comparison, notes: Sequence[str], base: str, test: str) 
         "test": test,
         "design": design_of(comparison.design),
         "cases": cases,
-        # a mean of different cases has no time of its own
+        # a mean over different cases has no meaningful time
         "mean": row_of(mean) | {"base_s": None, "test_s": None} if mean else None,
         "runs": {"base": runs_of(comparison.base), "test": runs_of(comparison.test)},
         "environment": [vars(difference) for difference in comparison.environment],
@@ -53,7 +52,7 @@ def pair_of(comparison: Comparison, notes: Sequence[str], base: str, test: str) 
 
 
 def race_of(race: Race, comparisons: dict[str, Comparison], margin: float) -> dict[str, Any]:
-    """What a race of several commands tells. comparisons: of each command with the best one."""
+    """The result of a race. comparisons: of each other command with the best one."""
     results = {name: overall(comparison) for name, comparison in comparisons.items()}
     return {
         "best": race.best,
@@ -91,7 +90,7 @@ def row_of(case: Result) -> dict[str, Any]:
         "base_s": geometric_mean(case.base_s),
         "test_s": geometric_mean(case.test_s),
         "ratio": case.ratio,
-        "interval": case.interval if case.is_telling else None,
+        "interval": case.interval if case.is_informative else None,
         "p": case.p,
         "smallest_change": case.smallest_change,
         "runs_needed": case.runs_needed,
@@ -99,15 +98,16 @@ def row_of(case: Result) -> dict[str, Any]:
 
 
 def runs_of_case(case: Result, comparison: Comparison) -> list[dict[str, Any]]:
-    """Each run of both sides: its time if it is a part of the printed mean, whether it counts, and
-    if not, why."""
+    """One entry per run of both sides: its time if that is part of the printed mean, whether the
+    run counts, and the reason if it does not."""
+    base, test = comparison.runs_of(case.benchmark)
     sides = (
-        ("base", comparison.base, case.base_runs, case.base_s, case.base_why),
-        ("test", comparison.test, case.test_runs, case.test_s, case.test_why),
+        ("base", base, case.base_runs, case.base_s, case.base_why),
+        ("test", test, case.test_runs, case.test_s, case.test_why),
     )
     rows = []
     for side, runs, positions, times_s, whys in sides:
-        time_of = dict(zip(positions, times_s, strict=False))  # no times: it is not compared
+        time_of = dict(zip(positions, times_s, strict=False))  # no times if it was not compared
         for i, run in enumerate(runs):
             why = whys.get(i) or (None if i in time_of else f"the case is {case.verdict}")
             row = {"side": side, "run": run.label, "counts": not why, "time_s": time_of.get(i)}
@@ -116,15 +116,15 @@ def runs_of_case(case: Result, comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def runs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The reports of a side. load: the cores that other processes used on the busiest node, and of
-    how many; null if it was not recorded."""
+    """The reports of a side. load: cores used by other processes on the busiest node, and number of
+    its cores; null if not recorded."""
     return [
         {
             "run": run.label,
             "path": run.path,
             "started_at": run.started_at,
             "status": run.status,
-            "load": load_of_others(run),
+            "load": busiest_load(run),
         }
         for run in runs
     ]

@@ -1,10 +1,11 @@
-"""How fast the collectives of a trace are, and how fast they are alone on the same machine.
+"""The bandwidth of the collectives in a trace, compared with their isolated bandwidth.
 
-time   = of the rank whose call is the shortest: it came last, so it does not wait
-algbw  = bytes / time; bytes are the larger of what a rank sends and receives
+time   = that of the rank with the shortest call: it arrived last, so it does not wait
+algbw  = bytes / time, where bytes is the larger of what a rank sends and receives
 busbw  = algbw * 2(n-1)/n for all_reduce; * (n-1)/n for all_gather, reduce_scatter, all_to_all,
-         gather and scatter; * 1 for the others (nccl-tests' doc/PERFORMANCE.md)
-alone  = what collectives.py has measured at these sizes, on as many ranks in the same layout
+         gather and scatter; * 1 for other operations (nccl-tests' doc/PERFORMANCE.md)
+alone  = the time of the same calls in isolation, as measured by collectives.py at these sizes, on
+         the same number of ranks in the same layout
 """
 
 import math
@@ -19,7 +20,7 @@ from common.cli import cut
 from common.report import Estimate
 from common.stats import Alone, Layout, layout_of, time_alone, total
 
-ON_A_NODE = 8  # ranks in a row, if the traces do not name their hosts
+RANKS_PER_NODE = 8  # consecutive ranks on a node, if the traces do not name their hosts
 
 
 @dataclass
@@ -31,9 +32,9 @@ class Row:
     calls: float
     size_bytes: float | None
     ms: float
-    waiting: bool  # its time includes waiting for other ranks
-    step_ms: float  # of the mean step
-    alone: Estimate | None = None  # milliseconds of the same calls
+    waiting: bool  # whether its time includes waiting for other ranks
+    step_ms: float  # length of the mean step
+    alone: Estimate | None = None  # milliseconds of the same calls in isolation
 
     @property
     def algbw(self) -> float | None:
@@ -52,7 +53,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the step. Calls that overlap count each."""
+        """Share of the step. Overlapping calls each count in full."""
         return self.ms / self.step_ms if self.step_ms else 0.0
 
 
@@ -69,13 +70,13 @@ def bus_factor(operation: str, ranks: int) -> float:
 class Sample:
     """A call of a collective."""
 
-    seconds: float  # of the rank whose call is the shortest
+    seconds: float  # time of the rank with the shortest call
     size_bytes: int | None
     dtype: str
-    weight: float = 1.0  # below 1 for calls that each rank has by itself: the mean over the ranks
-    alone: Estimate | None = None  # seconds
-    dtype_alone: str = ""  # with which it was measured alone
-    why: str = ""  # it cannot be compared
+    weight: float = 1.0  # 1 / ranks if the calls of the ranks are not matched
+    alone: Estimate | None = None  # seconds in isolation
+    dtype_alone: str = ""  # the dtype with which that was measured
+    why: str = ""  # why the call cannot be compared
 
 
 def rows_of(
@@ -84,9 +85,9 @@ def rows_of(
     alone: Alone | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """The collectives of all groups, and lines about them. alone: what to compare them with.
+    """The collectives of all groups, and remarks on them. alone: times in isolation.
 
-    Calls that nothing can be compared with are in a row of their own, and a line says why.
+    Calls that cannot be compared have rows of their own, and a remark explains why.
     """
     rows, lines, notes = list[Row](), list[str](), dict[str, None]()
     for group in groups:
@@ -95,8 +96,9 @@ def rows_of(
         ranks = members(group, traces)
         layout, is_guess = layout_in(ranks, traces, ranks_per_node)
         if alone is not None and is_guess:
-            what = f"the traces do not name all hosts: {ON_A_NODE} ranks in a row are a node"
-            notes[f"{what}; --gpus-per-node overrides that"] = None
+            what = f"{RANKS_PER_NODE} consecutive ranks are assumed to be a node"
+            why = "the traces do not name all hosts"
+            notes[f"{why}, so {what}; --gpus-per-node overrides this"] = None
         has_all = bool(ranks) and set(ranks) <= set(group.calls)
         for operation in sorted(
             {call.about.name for of_rank in group.calls.values() for call in of_rank}
@@ -115,29 +117,29 @@ def rows_of(
                 lines.append(f"not compared: {what}: {why}")
             for one in samples:
                 if one.alone and one.dtype not in ("", one.dtype_alone):
-                    what = f"with {one.dtype_alone}, not with {one.dtype}"
+                    what = f"with {one.dtype_alone} instead of {one.dtype}"
                     notes[f"alone: {operation} was measured {what}"] = None
-    return rows, [*lines, *notes, *about_waiting(rows)]
+    return rows, [*lines, *notes, *remarks_on_waiting(rows)]
 
 
-def about_waiting(rows: Sequence[Row]) -> list[str]:
-    """Lines about times that include waiting for other ranks, and why."""
+def remarks_on_waiting(rows: Sequence[Row]) -> list[str]:
+    """Remarks on times that include waiting for other ranks."""
     lines = []
     for matched, why in (
-        (True, "without the trace of each rank of a group"),
-        (False, "which calls of the ranks belong together is not known"),
+        (True, "some ranks of a group have no trace"),
+        (False, "their calls cannot be matched between ranks"),
     ):
         of = [
             row.operation for row in rows if row.waiting and (row.operation in MATCHED) == matched
         ]
         if of:
             names = cut(list(dict.fromkeys(of)), 4)
-            lines.append(f"{why}: times of {names} include waiting for other ranks")
+            lines.append(f"times of {names} include waiting for other ranks, because {why}")
     return lines
 
 
 def timed(group: Group, operation: str) -> list[Sample]:
-    """The calls of an operation whose time is known."""
+    """The calls of an operation, with their times."""
     samples = []
     for matched in group.matched.get(operation, ()):
         shortest = min(matched.values(), key=lambda call: call.us)
@@ -154,7 +156,7 @@ def timed(group: Group, operation: str) -> list[Sample]:
 
 
 def size_of(call: Call, ranks: int | None) -> int | None:
-    """The bytes of a call as nccl-tests counts them; None if they are not known."""
+    """The bytes of a call as nccl-tests counts them; None if unknown."""
     about = call.about
     if about.size_bytes is None or not about.of_rank:
         return about.size_bytes
@@ -164,7 +166,7 @@ def size_of(call: Call, ranks: int | None) -> int | None:
 def row_of(
     group: Group, operation: str, samples: Sequence[Sample], waiting: bool, step_ms: float
 ) -> Row:
-    """The sums of some calls, over the steps."""
+    """The sum of some calls, per step."""
     ms = math.fsum(one.seconds * one.weight for one in samples) * 1e3 / group.steps
     calls = math.fsum(one.weight for one in samples) / group.steps
     size = None
@@ -176,7 +178,7 @@ def row_of(
     return row
 
 
-# -- what the machine does alone -------------------------------------------------------------------
+# -- times in isolation ----------------------------------------------------------------------------
 
 
 def layout_in(
@@ -186,18 +188,18 @@ def layout_in(
     hosts = [traces[rank].host if rank in traces else "" for rank in ranks]
     if ranks_per_node is None and all(hosts):
         return layout_of(hosts), False
-    nodes = [rank // (ranks_per_node or ON_A_NODE) for rank in ranks]
+    nodes = [rank // (ranks_per_node or RANKS_PER_NODE) for rank in ranks]
     return layout_of(nodes), ranks_per_node is None
 
 
 def compare(sample: Sample, alone: Alone, operation: str, layout: Layout) -> None:
-    """Fill in the time of a call of this size by itself, or why it is not known. It is that of the
-    same type if that was measured, else of another type."""
+    """Fill in the isolated time of a call of this size, or why it is unknown. A time that was
+    measured with the same dtype is preferred to those of other dtypes."""
     if sample.size_bytes is None:
-        sample.why = "the trace does not say their bytes"
+        sample.why = "the trace does not contain their sizes"
         return
     if not layout:
-        sample.why = "the trace does not say the ranks of the group"
+        sample.why = "the trace does not contain the ranks of the group"
         return
     try:
         found = time_alone(alone, operation, layout, sample.dtype, sample.size_bytes)
@@ -207,8 +209,8 @@ def compare(sample: Sample, alone: Alone, operation: str, layout: Layout) -> Non
 
 
 def sentence(rows: Sequence[Row]) -> str:
-    """The collective that matters most: its time as a multiple of the time alone, times its share
-    of the step."""
+    """Name the collective that matters most: the one with the largest product of the ratio to its
+    isolated time and its share of the step."""
     compared = [row for row in rows if row.ratio]
     if not compared:
         return "no collective of these traces can be compared"
@@ -219,6 +221,6 @@ def sentence(rows: Sequence[Row]) -> str:
     row = max(compared, key=weight)
     assert row.ratio
     what = f"{row.operation}{row.group.of_name} matters most"
-    waiting = " (with waiting for other ranks)" if row.waiting else ""
-    ratio = f"{row.ratio.times()} what this machine needs for it alone{waiting}"
-    return f"{what}: {ratio}; {row.share:.1%} of the step"
+    waiting = " (including waiting for other ranks)" if row.waiting else ""
+    ratio = f"it takes {row.ratio.times()} as long as in isolation{waiting}"
+    return f"{what}: {ratio}, and {row.share:.1%} of the step"

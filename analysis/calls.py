@@ -1,8 +1,8 @@
-"""Collectives of several ranks: which calls belong together, and who waits in them for whom.
+"""Match the collectives of several ranks, and find out which ranks wait for which.
 
-All ranks leave an all-reduce together, so a rank waits in it for as long as its own call exceeds
-the shortest one, which is that of the rank that came last. No clock is shared between nodes, so
-only durations count.
+All ranks leave an all-reduce together. So the waiting time of a rank is the length of its call
+minus that of the shortest call, which belongs to the rank that arrived last. Nodes have no common
+clock, so only durations count.
 """
 
 from collections import Counter, defaultdict
@@ -16,10 +16,10 @@ from analysis.kineto import Activity, Span, Trace, union
 from analysis.show import clean
 from common.cli import cut
 
-# Operations that no rank ends before the last one begins
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-MATCHED = (*TOGETHER, "broadcast", "reduce", "gather", "scatter")  # each rank calls them
-LATE = 0.05  # of a step: a rank that makes the others wait for longer is named
+# Operations in which no rank can finish before the last rank has started
+SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+MATCHED = (*SYNCHRONIZING, "broadcast", "reduce", "gather", "scatter")  # called by every rank
+LATE = 0.05  # of a step: a rank is named if the other ranks wait longer for it
 SEQ = "torch 2.12 and later number them (Seq)"
 
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     @property
     def about(self) -> Collective:
         collective = self.activity.collective
-        assert collective is not None  # of each call of a Group
+        assert collective is not None  # true for each call of a Group
         return collective
 
     @property
@@ -38,25 +38,25 @@ class Call(NamedTuple):
         return self.activity.end - self.activity.start
 
 
-Matched = dict[int, Call]  # one collective: the call of each rank
+Matched = dict[int, Call]  # one collective: rank -> call
 
 
 @dataclass
 class Group:
-    """A process group, as the traces name it."""
+    """A process group, as described by the traces."""
 
     name: str
-    ranks: str  # `[0, 1]`; empty if the traces do not say
+    ranks: str  # `[0, 1]`; empty if unknown
     size: int | None  # number of its ranks; None if unknown
     calls: dict[int, list[Call]]  # by rank
-    steps: int  # number of steps that all of these ranks have
-    comparable: bool  # its traces are known to be of one group
+    steps: int  # number of steps that the traces of all these ranks contain
+    comparable: bool  # whether all traces are known to be of the same group
     matched: dict[str, list[Matched]] = field(default_factory=dict)  # by operation
     remarks: list[str] = field(default_factory=list)
 
     @property
     def of_name(self) -> str:
-        """For a sentence: ` of dp`."""
+        """The group in a sentence: ` of dp`."""
         return f" of {clean(self.name, 60)}" if self.name else ""
 
     def of(self, operation: str) -> dict[int, list[Call]]:
@@ -67,7 +67,7 @@ class Group:
 
 
 def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
-    """The process groups whose collectives are in the traces, with the calls matched."""
+    """The process groups in the traces, with their calls matched."""
     found = defaultdict[tuple[str, str], dict[int, list[Call]]](lambda: defaultdict(list))
     for rank, trace in traces.items():
         for step in trace.steps:
@@ -93,15 +93,14 @@ def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
     return groups
 
 
-# -- which calls belong together -------------------------------------------------------------------
+# -- matching calls --------------------------------------------------------------------------------
 
 
 def match(group: Group) -> None:
-    """Fill in which calls of the ranks are one collective, and lines about those that cannot be
-    told.
+    """Match the calls of different ranks that are one collective, and add remarks on the others.
 
-    By `Seq` and `Comms Id` where the traces have them. Otherwise by order within a step, if all
-    ranks have as many calls of an operation in it.
+    Calls are matched by `Seq` and `Comms Id` if the traces contain these. Otherwise they are
+    matched by their order within a step, provided that all ranks have the same number of calls.
     """
     operations = {call.about.name for calls in group.calls.values() for call in calls}
     alone, apart = 0, Counter[str]()
@@ -123,7 +122,7 @@ def match(group: Group) -> None:
         group.matched[operation] = matched
     if alone:
         count = "1 call" if alone == 1 else f"{alone} calls"
-        what = f"{count}{group.of_name} that not every trace has"
+        what = f"{count}{group.of_name} that some traces do not contain"
         group.remarks.append(f"left out {what}")
     for operation, count_of_steps in apart.items():
         what = f"{operation}{group.of_name} in {count_of_steps} steps"
@@ -132,46 +131,42 @@ def match(group: Group) -> None:
 
 
 def pair(by_rank: Mapping[int, Sequence[Call]]) -> Iterator[Matched]:
-    """As many calls of each rank, put together: by size if all ranks have the same sizes, since
-    threads of gloo take turns; and in order."""
+    """Match equally many calls of each rank, in order. If all ranks have the same sizes, calls are
+    matched by size first, because the order of gloo's threads varies."""
     sizes = [Counter(call.about.size_bytes for call in calls) for calls in by_rank.values()]
     ordered = {}
     for rank, calls in by_rank.items():
         alike = all(size == sizes[0] for size in sizes)
-        by_size = sorted(calls, key=lambda call: call.about.size_bytes or 0)  # keeps the order
+        by_size = sorted(calls, key=lambda call: call.about.size_bytes or 0)  # a stable sort
         ordered[rank] = by_size if alike else calls
     for calls in zip(*ordered.values(), strict=True):
         yield dict(zip(ordered, calls, strict=True))
 
 
-# -- who waits for whom ----------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 
 
-Spans = defaultdict[str, list[Span]]  # by step, on the rank's own clock
-
-
-def new_spans() -> Spans:
-    return defaultdict(list)
+Spans = defaultdict[str, list[Span]]  # by step, on the clock of the rank
 
 
 @dataclass
 class Waiting:
-    """When a rank waits for others, and when others wait for it. Calls may overlap, as on gloo's
-    threads: a time in which a rank waits in two of them counts once."""
+    """When a rank waits for other ranks, and when other ranks wait for it. Calls may overlap, as on
+    gloo's threads; a time in which a rank waits in two calls counts once."""
 
-    waits: Spans = field(default_factory=new_spans)
-    late: Spans = field(default_factory=new_spans)
-    where: Counter[str] = field(default_factory=Counter)  # late, in ns, by operation and group
+    waits: Spans = field(default_factory=lambda: defaultdict(list))
+    late: Spans = field(default_factory=lambda: defaultdict(list))
+    where: Counter[str] = field(default_factory=Counter)  # lateness in ns, by operation and group
 
 
 def waiting_in(group: Group) -> dict[int, Waiting]:
-    """By rank; empty if there is nothing to compare."""
+    """The waiting times in a group, by rank; empty if calls cannot be compared."""
     waiting: dict[int, Waiting] = {}
-    for operation in TOGETHER:
+    for operation in SYNCHRONIZING:
         for calls in group.matched.get(operation, ()):
             if len(calls) < 2:
                 continue
-            lateness = late_by_rank({rank: call.us for rank, call in calls.items()})
+            lateness = lateness_by_rank({rank: call.us for rank, call in calls.items()})
             shortest = min(call.us for call in calls.values())
             for rank, call in calls.items():
                 one, start = waiting.setdefault(rank, Waiting()), call.activity.start
@@ -182,31 +177,31 @@ def waiting_in(group: Group) -> dict[int, Waiting]:
 
 
 def ms_by_step(spans: Mapping[str, Sequence[Span]]) -> dict[str, float]:
-    """The milliseconds that the spans of each step cover."""
+    """The milliseconds covered by the spans of each step."""
     return {
         step: sum(end - start for start, end in union(of_step)) / 1e3
         for step, of_step in spans.items()
     }
 
 
-def late_by_rank(lengths: Mapping[int, float]) -> dict[int, float]:
-    """How long the others wait for each rank in a collective, at the median of the others.
+def lateness_by_rank(lengths: Mapping[int, float]) -> dict[int, float]:
+    """How long the other ranks wait for each rank in a collective: the median over the other ranks.
 
-    lengths: of each rank's call. If the number of the others is even, their lower median counts:
-    with a higher one, a single early rank would make all others look late.
+    lengths: duration of each rank's call. Of an even number of other ranks, the lower median
+    counts: with the upper one, a single early rank would make all other ranks appear late.
     """
     ordered = sorted(lengths.values())
     middle = (len(ordered) - 2) // 2
     late = {}
     for rank, length in lengths.items():
-        # the median of the others, without sorting them for each rank
+        # the median of the other ranks, without sorting them for each rank
         of_others = ordered[middle + 1 if length <= ordered[middle] else middle]
         late[rank] = max(0.0, of_others - length)
     return late
 
 
 def total(waiting: Sequence[dict[int, Waiting]]) -> dict[int, Waiting]:
-    """Of all groups together."""
+    """The waiting times of all groups together, by rank."""
     result: dict[int, Waiting] = {}
     for of_group in waiting:
         for rank, one in of_group.items():
@@ -224,11 +219,11 @@ def sentence(
     lengths: Mapping[int, Mapping[str, float]],
     hosts: Mapping[int, str] | None = None,
 ) -> str:
-    """Which ranks make the others wait, for more than LATE of the mean step and of most steps. At a
-    tie none is named.
+    """Name the ranks for which the other ranks wait for more than LATE of the mean step and of most
+    steps. In case of a tie, no rank is named.
 
-    late: milliseconds that the others wait for each rank, by step. where: the parts of that, by
-    operation. lengths: milliseconds of each rank's steps. hosts: those that are known.
+    late: milliseconds that the other ranks wait for each rank, by step. where: its distribution
+    over operations. lengths: milliseconds of each rank's steps. hosts: the known host names.
     """
     mean = {rank: fmean(lengths[rank].values()) for rank in late}
     cost = {rank: sum(by_step.values()) / len(lengths[rank]) for rank, by_step in late.items()}
@@ -236,7 +231,7 @@ def sentence(
     large.sort(key=lambda rank: -cost[rank])
 
     def often(rank: int, other: int | None = None) -> int:
-        """The number of steps in which a rank is late, or later than another one."""
+        """The number of steps in which a rank is late, or later than another rank."""
         margins = {step: LATE * length for step, length in lengths[rank].items()}
         than = {} if other is None else late[other]
         own = late[rank]
@@ -251,35 +246,35 @@ def sentence(
 
     def ms(rank: int) -> str:
         share = f"{cost[rank] / mean[rank]:.1%}"
-        return f"{cost[rank]:.4g} ms of a step of {mean[rank]:.4g} ms ({share})"
+        return f"{cost[rank]:.4g} ms of a {mean[rank]:.4g} ms step ({share})"
 
     def each(ranks: Sequence[int]) -> str:
         return cut([f"{ms(rank)} for {name(rank)}" for rank in ranks], 3)
 
     if not large:
-        return f"no rank makes the others wait for more than {LATE:.0%} of a step"
+        return f"no rank makes the other ranks wait for more than {LATE:.0%} of a step"
     named = [rank for rank in large if is_usual(rank)]
     if not named:
         times = f"in {often(large[0])} of {len(lengths[large[0]])} steps"
-        return f"no rank is late in most steps; the others wait {each(large[:1])}, {times}"
-    if 2 * len(named) > len(late):  # most ranks are late somewhere: one of them must stand out
+        return f"no rank is late in most steps; the other ranks wait {each(large[:1])}, {times}"
+    if 2 * len(named) > len(late):  # most ranks are late at some point: one must stand out
         first, second = named[:2]
         if cost[first] - cost[second] <= LATE * mean[first] or not is_usual(first, second):
-            return f"no rank stands out: the others wait {each(named)}"
+            return f"no rank stands out: the other ranks wait {each(named)}"
         named = [first]
     if len(named) > 1:
-        return f"the others wait for {len(named)} ranks: {each(named)}"
+        return f"the other ranks wait for {len(named)} ranks: {each(named)}"
     (rank,) = named
     most = max(where[rank], key=where[rank].__getitem__)
-    times = f"in {often(rank)} of {len(lengths[rank])} steps for more than {LATE:.0%}"
-    return f"{name(rank)} makes the others wait {ms(rank)}, {times}; mostly in {most}"
+    times = f"for more than {LATE:.0%} in {often(rank)} of {len(lengths[rank])} steps"
+    return f"{name(rank)} makes the other ranks wait {ms(rank)}, {times}; mostly in {most}"
 
 
-# -- names of ranks --------------------------------------------------------------------------------
+# -- ranks of a group ------------------------------------------------------------------------------
 
 
 def members(group: Group, traces: Mapping[int, Trace]) -> tuple[int, ...]:
-    """The ranks of a group; () if the traces do not say. torch shortens a long list."""
+    """The ranks of a group; () if unknown. torch abbreviates long lists."""
     words = [word.strip() for word in group.ranks.strip("[]").split(",")]
     if group.ranks and all(word.isdecimal() for word in words):
         return tuple(map(int, words))

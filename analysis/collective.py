@@ -1,4 +1,4 @@
-"""Collectives in Kineto traces: which kernels communicate, and what their arguments say."""
+"""Identify the collectives in Kineto traces, from the names and arguments of kernels."""
 
 import math
 import re
@@ -7,23 +7,23 @@ from typing import Any, NamedTuple
 
 from analysis.show import is_number
 
-# Kernels that communicate, by their names in lower case. Libraries first, then what kernels of
-# vLLM, SGLang, TensorRT-LLM, FlashInfer, aiter, TransformerEngine and symmetric memory are called.
+# Names of communication kernels, in lower case: first libraries, then kernels of vLLM, SGLang,
+# TensorRT-LLM, FlashInfer, aiter, TransformerEngine and symmetric memory.
 COMMUNICATION = re.compile(
     r"nccl|rccl|oneccl|mscclpp|nvshmem|rocshmem|deep_?ep|\buccl|hybrid_?ep|\bmori::|pplx|userbuffers"
     r"|quick_?reduce|multimem|cross_device|put_signal|wait_signal"
     r"|all_?reduce|all_?gather|reduce_?scatter|all_?(to|2)_?all"
 )
-# torch.compile calls a kernel by the operations that it has fused, among them those whose inputs
-# come from a collective: triton_poi_fused_all_gather_into_tensor_0 computes.
+# torch.compile names a kernel after the operations that it fuses, including those whose inputs come
+# from a collective: triton_poi_fused_all_gather_into_tensor_0 computes.
 FUSED = re.compile(r"triton_[a-z0-9]+(_[a-z0-9]+)?_fused")
-# Operations by the letters of their names; the first that fits counts
+# Operations by their names without punctuation; the first match counts
 OPERATION_OF = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
-    "crossdevicereduce": "all_reduce",  # of vLLM
+    "crossdevicereduce": "all_reduce",  # vLLM
     "quickreduce": "all_reduce",
     "barrier": "barrier",
     "broadcast": "broadcast",
@@ -34,7 +34,7 @@ OPERATION_OF = {
     "scatter": "scatter",
     "reduce": "reduce",
 }
-# Types by the names that c10 and C++ have for them: torch's name, and bytes of an element
+# Type names of c10 and C++ -> the name in torch, and bytes per element
 TYPES = {
     "float": ("float32", 4),
     "double": ("float64", 8),
@@ -60,26 +60,26 @@ TYPES = {
 
 
 class Collective(NamedTuple):
-    """What a trace says of a call of a collective."""
+    """A call of a collective, as far as the trace describes it."""
 
     name: str  # all_reduce, ..., or the name of the kernel
-    group: str = ""  # its process group, if the trace names it
-    ranks: str = ""  # of that group: `[0, 1]`
+    group: str = ""  # the name of its process group
+    ranks: str = ""  # the ranks of that group: `[0, 1]`
     group_size: int | None = None
-    dtype: str = ""  # torch's name: float32
+    dtype: str = ""  # name in torch: float32
     size_bytes: int | None = None  # the larger of what a rank sends and receives
-    of_rank: bool = False  # size_bytes is that of this rank's part, as gloo records all_gather
-    call: tuple[Any, ...] = ()  # `Seq` and `Comms Id`, the same on all ranks; () without
+    of_rank: bool = False  # size_bytes is the part of this rank, as gloo records all_gather
+    call: tuple[Any, ...] = ()  # `Seq` and `Comms Id`, equal on all ranks; () if unknown
 
 
 def is_communication(name: str) -> bool:
-    """Whether a kernel communicates, by its name."""
+    """Whether a kernel communicates, according to its name."""
     lower = name.lower()
     return bool(COMMUNICATION.search(lower)) and not FUSED.match(lower)
 
 
 def operation_of(name: str) -> str:
-    """`_allgather_base` -> `all_gather`. A name that tells no operation, without its arguments."""
+    """`_allgather_base` -> `all_gather`. An unknown name is returned without its arguments."""
     letters = re.sub("[^a-z0-9]", "", name.lower()).replace("all2all", "alltoall")
     for word, operation in OPERATION_OF.items():
         if word in letters:
@@ -88,12 +88,12 @@ def operation_of(name: str) -> str:
 
 
 def type_of(name: Any) -> tuple[str, int] | None:
-    """torch's name of a type, and the bytes of an element; None if it is not known."""
+    """The name of a type in torch and its bytes per element; None if unknown."""
     return TYPES.get(str(name).lower().removeprefix("c10::"))
 
 
 def collective_of_kernel(name: str, args: Mapping[str, Any]) -> Collective:
-    """What the arguments of a kernel say; without any, what its name says."""
+    """The collective described by a kernel's arguments, or by its name if it has none."""
     if "Collective name" not in args:
         return Collective(operation_of(name))
     group = args.get("Process Group Description", "undefined")
@@ -119,7 +119,7 @@ def collective_of_kernel(name: str, args: Mapping[str, Any]) -> Collective:
 
 
 def collective_of_gloo(name: str, args: Mapping[str, Any]) -> Collective:
-    """`gloo:all_reduce`. The sizes are known if the profiler was told to record shapes."""
+    """The collective of a range `gloo:all_reduce`. Sizes are known if shapes were recorded."""
     operation = operation_of(name.partition(":")[2])
     size, dtype = 0, ""
     for dims, kind in zip(args.get("Input Dims") or (), args.get("Input type") or (), strict=False):

@@ -1,8 +1,8 @@
-"""Commands that are measured in rounds: how each is run, resumed and ended. Behind ab.py.
+"""The commands of ab.py: how each one is run, resumed and ended.
 
-A command is run once a round, with `--json` added to it. If it writes no report, one is made of the
-step times in its log. A round whose reports are complete is not run again, so repeating the call
-continues an interrupted one. OUT/plan.txt holds what the call was.
+Each command runs once per round, with `--json` appended. If it writes no report, a report is made
+from the step times in its log. Rounds whose reports are complete are skipped, so repeating a call
+continues an interrupted one. OUT/plan.txt records the call.
 """
 
 import contextlib
@@ -35,43 +35,43 @@ from common.cpu_load import Counters, CpuLoad, spent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # None: no Linux
-SET_CHILD_SUBREAPER = 36  # of prctl (linux/prctl.h)
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # None outside of Linux
+SET_CHILD_SUBREAPER = 36  # option of prctl (linux/prctl.h)
 KEPT = "finished runs are kept in {}; repeat the same command to continue"
 
 
 @dataclass(frozen=True)
 class Command:
-    """One of the commands; its reports and logs are in `folder`."""
+    """One of the commands. Its reports and logs are in `folder`."""
 
     name: str
-    text: str  # as a shell would take it
+    text: str  # as written in a shell
     variables: dict[str, str]
     folder: Path
-    steps: Steps | None = None  # in the log of a command that writes no report
-    started_at: dict[int, str] = field(default_factory=dict, compare=False)  # by number of the run
+    steps: Steps | None = None  # step times in the log of a command that writes no report
+    started_at: dict[int, str] = field(default_factory=dict, compare=False)  # by number of run
 
     def report(self, number: int) -> Path:
         return self.folder / f"{number:02d}.jsonl"
 
     def reports(self, rounds: int) -> list[str]:
-        """Those of the first rounds, which count from 1."""
+        """The reports of the first rounds, counting from 1."""
         return [str(self.report(number)) for number in range(1, rounds + 1)]
 
     def log(self, number: int) -> Path:
         return self.folder / f"{number:02d}.log"
 
     def write_load(self, number: int, load: CpuLoad, wall_s: float, others_s: float) -> None:
-        """Write what other processes used of this machine's cores during a run, beside its report;
-        analysis/load.py reads it where the report itself does not say."""
+        """Write the CPU use of other processes on this machine to a file next to the report of a
+        run. analysis/load.py reads it if the report does not record the load."""
         others = {"others": [load.mean(wall_s, others_s)]}
         path = self.report(number).with_suffix(LOAD_ENDING)
         path.write_text(json.dumps(others) + "\n")
 
     def why_no_report(self, number: int) -> str | None:
-        """Why a run's report is of no use; None where it is complete."""
-        if not self.report(number).is_file():  # a FIFO would be waited for
-            return "it has written no report"
+        """Why the report of a run is unusable; None if it is complete."""
+        if not self.report(number).is_file():  # reading a FIFO would block
+            return "no report was written"
         try:
             run = report.load(str(self.report(number)))
         except ValueError as error:
@@ -81,32 +81,32 @@ class Command:
         return f"its report is {run.status}, with {len(run.cases)} cases"
 
     def start(self, number: int, turns: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start a run. turns: the variable that names the pipes, if runs take turns. Raises
-        RuntimeError if a program of the command has changed since the plan was written.
+        """Start a run. turns: with --interleave, the variable that names the pipes.
 
-        The log has the lines of earlier attempts as well. If step times are read from it, it is
-        that of this attempt alone; an earlier one becomes 01.log.bak.
+        Lines are appended to the log of an earlier attempt. If step times are read from the log,
+        the earlier log is renamed to 01.log.bak instead. Raises RuntimeError if a program of the
+        command has changed since the plan was written.
         """
-        if edited := plan.edited(
+        if edited := plan.edited_programs(
             self.folder.parent / plan.PLAN, self.name, self.text, self.variables
         ):
             what = f"{cut(edited)} changed since the first run"
-            raise RuntimeError(f"{self.name} {number}: {what}; restore it, or give another --out")
+            raise RuntimeError(f"{self.name} {number}: {what}; restore it, or choose another --out")
         words, own_pid = shlex.split(self.text), os.getpid()
 
         def end_with_parent() -> None:
-            """Between fork and exec: let the command end if this process is killed."""
+            """Runs between fork and exec: the command ends if this process is killed."""
             if PRCTL:
                 PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != own_pid:  # it has ended already
+            if os.getppid() != own_pid:  # this process has already ended
                 os._exit(1)
 
-        # absolute, because a command may change its folder, as `env -C` does
+        # absolute, because the command may change its working directory, as `env -C` does
         flags = [] if self.steps else ["--json", str(self.report(number).absolute())]
         if self.steps and self.log(number).exists():
             self.log(number).rename(report.unused(f"{self.log(number)}.bak"))
         self.started_at[number] = report.now()
-        with self.log(number).open("ab") as log:  # an earlier attempt's lines stay
+        with self.log(number).open("ab") as log:  # append to the log of an earlier attempt
             try:
                 return subprocess.Popen(
                     [*words, *flags],
@@ -114,28 +114,29 @@ class Command:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends the commands
+                    start_new_session=True,  # Ctrl-C reaches only this process, which ends them
                     preexec_fn=end_with_parent,
                 )
             except FileNotFoundError as error:
                 what = f"{error.strerror}: {words[0]!r}"
-                ending = f"={self.text}"  # without --b the second side has the same text
+                ending = f"={self.text}"  # without --b, both sides have the same text
                 if given := [word for word in sys.argv if word.endswith(ending)]:
                     name = given[0].removesuffix(ending).rpartition("=")[2]
                     example = f"e.g. env {name}={self.text}"
-                    what += f"; {name}=... names a command, variables need `env`, {example}"
+                    what += f"; {name}=... names a command; to set a variable use `env`, {example}"
                 raise ValueError(what) from None
 
     def finish(
         self, number: int, process: subprocess.Popen[bytes], took_turns: bool = True
     ) -> None:
-        """Wait for the end of a run. Raises RuntimeError where it failed, or took no turns."""
+        """Wait for a run to end. Raises RuntimeError if it failed, or was not interleaved."""
         status = process.wait()
         problem = self.make_report(number) if self.steps and status == 0 else None
         problem = problem or self.why_no_report(number)
         if not problem and not took_turns:
-            problem = "it took no turns; only this project's scripts can, where rank 0 times steps"
-        problem = problem or self.other_environment(number)
+            problem = "it did not take turns; --interleave requires scripts of this project, with "
+            problem += "rank 0 on this machine"
+        problem = problem or self.environment_change(number)
         if status == 0 and not problem:
             return
         log = self.log(number)
@@ -145,8 +146,8 @@ class Command:
         raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
 
     def make_report(self, number: int) -> str | None:
-        """Write the report of a run that has only written a log; why that is impossible, or None.
-        Raises OSError if the disk is full."""
+        """Write the report of a run from its log. Returns why that is impossible, or None. Raises
+        OSError if the disk is full."""
         path, log, words = self.report(number), self.log(number), shlex.split(self.text)
         assert self.steps
         try:
@@ -155,29 +156,31 @@ class Command:
             return str(error)
         return None
 
-    def other_environment(self, number: int) -> str | None:
-        """In what this run differs from an earlier one of the command, such as another torch."""
+    def environment_change(self, number: int) -> str | None:
+        """How the environment of this run differs from earlier runs of the command, if it does."""
         mine = self.report(number)
         for path in sorted(self.folder.glob("*.jsonl")):
             if path != mine:
                 differing = report.differences(identity_of(path), identity_of(mine))
                 if differing:
-                    return f"{path} has {differing}: not of one kind; move one of them away"
+                    what = f"{path} has {differing}, so the environments differ"
+                    return f"{what}; move one of the reports elsewhere"
         return None
 
 
 def identity_of(path: Path) -> dict[str, Any]:
-    """What the first line of a report tells of the environment, as far as it must be the same."""
+    """The part of the environment in a report that must be the same in all runs of a command."""
     with path.open("rb") as file:
         return report.identity(report.load(str(path), lines=[file.readline()]).environment)
 
 
 @contextlib.contextmanager
 def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) -> Iterator[None]:
-    """Begin a plan in a folder, or follow the one that is there; it is locked meanwhile.
+    """Write the plan of a folder, or check that the call follows the existing plan. The plan is
+    locked meanwhile.
 
-    Raises ValueError if the folder holds another plan or files that no plan names, if a file that
-    a command names or an inherited variable has changed, or if another process uses the folder.
+    Raises ValueError if the folder has the plan of a different call or files of unknown origin, if
+    another process uses it, or if a file that a command names or an inherited variable has changed.
     """
     lines = [f"{name}: {value}" for name, value in settings.items()]
     for command in commands:
@@ -188,20 +191,20 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
     lines += plan.lines_of_variables(os.environ)
     path = out / plan.PLAN
     if not path.exists():
-        refuse_files(commands)  # before anything is written
+        check_no_files(commands)  # before anything is written
     for command in commands:
         command.folder.mkdir(parents=True, exist_ok=True)
     with report.open_alone(str(path)) as file:
         if not path.stat().st_size:
-            refuse_files(commands)
+            check_no_files(commands)
             file.write("\n".join(lines).encode(errors="surrogateescape"))
-        elif why := plan.misfit(plan.read_lines(path), lines):
-            raise ValueError(f"{path} is the plan of another call: {why}; give another --out")
+        elif why := plan.why_different(plan.read_lines(path), lines):
+            raise ValueError(f"{path} belongs to a different call: {why}; choose another --out")
         yield
 
 
 def seed_of(out: Path) -> int:
-    """The seed in the plan of a folder; a new one if there is no plan yet."""
+    """The seed in the plan of a folder, or a new seed if there is no plan yet."""
     with contextlib.suppress(OSError):
         if match := re.search(
             r"^seed: (\d+)$", (out / plan.PLAN).read_text(errors="surrogateescape"), re.MULTILINE
@@ -210,20 +213,22 @@ def seed_of(out: Path) -> int:
     return random.SystemRandom().randrange(2**32)
 
 
-def refuse_files(commands: Sequence[Command]) -> None:
-    """Raise ValueError where a folder for reports holds files that no plan tells of."""
+def check_no_files(commands: Sequence[Command]) -> None:
+    """Raise ValueError if a folder for reports contains files although there is no plan."""
     for command in commands:
         for name in sorted(os.listdir(command.folder) if command.folder.is_dir() else ()):
-            what = f"{command.folder} holds {clean(name)}, of no plan of this program"
-            raise ValueError(f"{what}; give another --out")
+            what = f"{command.folder} contains {clean(name)}, but ab.py has no plan for this folder"
+            raise ValueError(f"{what}; choose another --out")
 
 
-# -- a round, and runs that take turns in it -------------------------------------------------------
+# -- a round, and interleaved runs in it -----------------------------------------------------------
 
 
 def run_round(commands: Sequence[Command], number: int, interleave: bool) -> float | None:
-    """Run the commands in this order, except those whose report is already complete. Returns the
-    seconds that it took, or None if all reports were complete. Raises RuntimeError if a run fails.
+    """Run the commands in this order, except those whose report is already complete.
+
+    Returns the duration in seconds, or None if all reports were complete. Raises RuntimeError if a
+    run fails.
     """
     todo = [command for command in commands if command.why_no_report(number)]
     if not todo:
@@ -231,22 +236,22 @@ def run_round(commands: Sequence[Command], number: int, interleave: bool) -> flo
     began = time.monotonic()
     before = psutil.Process().children(recursive=True)
     if interleave:
-        take_turns(commands, number)
-        end_started(before, 10)
+        run_interleaved(commands, number)
+        end_children(before, 10)
     else:
         for command in todo:
-            load = CpuLoad(psutil.Process())  # this process, and the commands that it has started
+            load = CpuLoad(psutil.Process())  # excludes this process and the commands it starts
             command.finish(number, command.start(number, {}))
             command.write_load(number, load, *spent(load.start, load.read()))
-            end_started(before, 10)
+            end_children(before, 10)
     return time.monotonic() - began
 
 
 @dataclass
-class Turns:
+class InterleavedRun:
     """A run that measures only in its turns.
 
-    A token in `turn` is its turn. By a token in `back` it gives the turn back.
+    A token written to `turn` starts a turn; the run writes a token to `back` to end it.
     """
 
     command: Command
@@ -254,17 +259,17 @@ class Turns:
     turn: IO[bytes]
     back: IO[bytes]
     has_answered: bool = False
-    wall_s: float = 0.0  # of its turns
-    others_s: float = 0.0  # CPU time of other processes in its turns
+    wall_s: float = 0.0  # duration of its turns
+    others_s: float = 0.0  # CPU time of other processes during its turns
 
     def count(self, start: Counters, end: Counters) -> None:
-        """Add a turn, from one reading of the counters to the other."""
+        """Add a turn, given the counters at its start and at its end."""
         wall_s, others_s = spent(start, end)
         self.wall_s += wall_s
         self.others_s += others_s
 
     def take(self) -> bool:
-        """Give the run its turn and wait until it gives it back; False where it ends instead."""
+        """Give the run a turn and wait for its end. Returns False if the run ends instead."""
         self.turn.write(TOKEN)
         while self.process.poll() is None:
             if is_readable(self.back, 0.1):
@@ -279,38 +284,41 @@ def is_readable(file: IO[bytes], patience_s: float) -> bool:
     return bool(ready)
 
 
-def start_turns(command: Command, number: int, folder: str, files: contextlib.ExitStack) -> Turns:
-    """Start a run with two pipes in a folder, which `files` closes."""
+def start_interleaved(
+    command: Command, number: int, folder: str, files: contextlib.ExitStack
+) -> InterleavedRun:
+    """Start a run with two pipes in a folder. `files` closes the pipes."""
     names = [f"{folder}/{command.name} {end}" for end in ("turn", "back")]
     pipes = []
     for name in names:
         os.mkfifo(name)
-        # for both ways: opening waits for nobody, here and in the command
+        # for reading and writing, so that opening does not block, here and in the command
         pipe = open(name, "r+b", buffering=0)  # noqa: SIM115 (`files` closes it)
         pipes.append(files.enter_context(pipe))
     turn, back = pipes
     process = command.start(number, {TURN: ":".join(names)})
-    return Turns(command, process, turn, back)
+    return InterleavedRun(command, process, turn, back)
 
 
-def take_turns(commands: Sequence[Command], number: int) -> None:
-    """Run commands at once of which only one measures. Raises RuntimeError if one fails.
+def run_interleaved(commands: Sequence[Command], number: int) -> None:
+    """Run commands concurrently, of which only one measures at a time.
 
-    The load of a run is that of its turns: CPU use by processes that none of the commands started.
+    The load of a run is the CPU use, during its turns, of processes that no command has started.
+    Raises RuntimeError if a command fails.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
-        if ":" in folder:  # it stands between the names of the pipes
+        if ":" in folder:  # the separator between the names of the pipes
             raise ValueError(f"--interleave: expected a TMPDIR without a colon, got {folder!r}")
         load = CpuLoad(psutil.Process())
-        running = [start_turns(command, number, folder, files) for command in commands]
+        running = [start_interleaved(command, number, folder, files) for command in commands]
         start = load.start
         while running:
             for run in running.copy():
                 is_running = run.take()
-                end = load.read()  # between two turns, so that it disturbs neither
+                end = load.read()  # between two turns, so that it affects neither
                 run.count(start, end)
                 start = end
-                if not is_running:  # it has ended; the others go on
+                if not is_running:  # it has ended; continue with the remaining runs
                     has_left_turn = is_readable(run.turn, 0)
                     took_turns = run.has_answered and not has_left_turn
                     run.command.finish(number, run.process, took_turns)
@@ -318,15 +326,15 @@ def take_turns(commands: Sequence[Command], number: int) -> None:
                     running.remove(run)
 
 
-# -- the end of what was started -------------------------------------------------------------------
+# -- cleaning up -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def ending_all(out: str) -> Iterator[None]:
-    """However the block ends, the commands that it has started end as well.
+def ending_children(out: str) -> Iterator[None]:
+    """End all commands that the block has started, however the block ends.
 
-    out: the folder of the runs. Exits with 2 for a mistake of the user, with 1 if a run or the disk
-    fails, with 130 after Ctrl-C.
+    out: the folder of the runs. Exits with status 2 after a user's mistake, with 1 if a run fails
+    or the disk is full, and with 128 + number after a signal.
     """
     script = Path(sys.argv[0]).name
     before = psutil.Process().children(recursive=True)
@@ -346,8 +354,8 @@ def ending_all(out: str) -> Iterator[None]:
         complain(KEPT.format(out))
         sys.exit(int(interruption.args[0]))
     finally:
-        handle_signals(signal.SIG_IGN)  # a program that ends now stays deaf to a second signal
-        end_started(before, 40)
+        handle_signals(signal.SIG_IGN)  # a second signal does not disturb the cleanup
+        end_children(before, 40)
         adopt_orphans(False)
     handle_signals(signal.SIG_DFL)
 
@@ -358,19 +366,21 @@ def handle_signals(handler: Any) -> None:
 
 
 def interrupt(number: int, frame: Any) -> None:
-    handle_signals(signal.SIG_IGN)  # once is enough: the commands are being ended
+    handle_signals(signal.SIG_IGN)  # the first signal already ends the commands
     raise KeyboardInterrupt(128 + number)
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Let this process become the parent of what the commands leave, so that it can be found."""
+    """Become a subreaper, so that orphaned processes of the commands can be found."""
     if PRCTL:
         PRCTL(SET_CHILD_SUBREAPER, ctypes.c_ulong(adopt), 0, 0, 0)
 
 
-def end_started(before: Collection[psutil.Process], patience_s: float) -> None:
-    """End what this process and its commands have started, first politely. before: what was there
-    already."""
+def end_children(before: Collection[psutil.Process], patience_s: float) -> None:
+    """End the processes that this process and its commands have started: SIGTERM, then SIGKILL.
+
+    before: the processes that existed earlier, which are left alone.
+    """
     for _ in range(5):
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
         for process in started:
@@ -382,4 +392,4 @@ def end_started(before: Collection[psutil.Process], patience_s: float) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, 5)
-        patience_s = 0  # who was started meanwhile ends at once
+        patience_s = 0  # processes that were started in the meantime are killed at once

@@ -5,34 +5,34 @@
 #     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9"
 # ]
 # ///
-"""Is TEST slower than BASE, faster, the same, or can these reports not tell?
+"""Is TEST slower than BASE, faster, or the same? Or are these reports insufficient to decide?
 
-The run is the unit. The time of a run is the geometric mean over rounds of block medians, or the
-median over iterations if the report has no rounds; the time of an iteration is the maximum over
-ranks. BASE and TEST are geometric means over runs, and the ratio is TEST / BASE. Its 95 % interval
-is by Student's t on the logarithms of the runs' times. The verdicts:
+A run is the unit of observation. The time of an iteration is the maximum over ranks. The time of a
+run is the geometric mean over rounds of block medians, or the median over iterations if the report
+has no rounds. BASE and TEST are geometric means over runs, and the ratio is TEST / BASE. Its 95 %
+confidence interval is computed by Student's t on the logarithms of the times of runs. Verdicts:
 
-    slower, faster  the interval excludes 1, with a false discovery rate of 5 % over all cases, and
+    slower, faster  the interval excludes 1, at a false discovery rate of 5 % over all cases, and
                     the ratio is beyond --margin
     same            the interval lies within --margin
-    undecided       neither, or too few runs are evidence: a verdict needs two a side
+    undecided       none of these, or fewer than two runs per side are evidence
     failed          the case failed in at least half of TEST's runs
 
 Interrupted runs, copies of a run, and runs during which other processes used more than a tenth of
-the cores are left out and named. --allow-disturbed keeps the last kind.
+the cores are left out, and listed with the reason. --allow-disturbed keeps the last kind.
 
-Cases are joined by their keys. Files, folders and patterns are read: reports of this project and of
-PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests. With --step they are logs of
-any program: a regular expression finds the time of each step in them, or a rate.
+Cases are joined by their keys. The input is files, folders or patterns: reports of this project or
+of PyTorch's DDP benchmark, or JSON and logs of nccl-tests and rccl-tests. With --step, the input is
+the logs of any program, in which a regular expression finds step times or rates.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower
     python analysis/compare.py old_*.log --test new_*.log --skip 10 --unit ms \\
         --step 'elapsed time per iteration \\(ms\\): ([\\d.]+)'
 
-Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 a case has such a verdict, or failed; 4 no
-verdict: a case is undecided, missing or cannot be compared. docs/compare.md derives the numbers.
-BSD-3-Clause.
+Exit status: 0 success, 2 incorrect usage, 130 after Ctrl-C. With --fail-on: 0 if the comparison
+passes; 1 if a case failed or has one of these verdicts; 4 if there is no verdict, because a case is
+undecided, missing or cannot be compared. docs/compare.md derives the numbers. BSD-3-Clause.
 """
 
 import argparse
@@ -47,65 +47,66 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import as_json, step_logs
 from analysis.load import ENDINGS, Run, find, load
-from analysis.show import clean, list_once, one_line, put, show_table, show_time
+from analysis.show import clean, join_distinct, one_line, put, show_table, show_time
 from analysis.verdicts import (
     MAX_RUNS,
     Comparison,
     Design,
     Result,
     compare,
+    differing_fields,
     geometric_mean,
     warning_of_order,
 )
 from common.cli import Parser, checked, fraction, list_of, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
-NO_VERDICT = ("undecided", "missing", "not compared")  # there was too little to judge
-STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
+NO_VERDICT = ("undecided", "missing", "not compared")
+STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # exit status of each outcome
 
 
 def add_design_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that change verdicts, which ab.py and report.py have as well."""
+    """Add the flags that change verdicts. compare.py, ab.py and report.py share them."""
     add = parser.add_argument
-    margin = "the smallest change that matters (default: 2%%)"
+    margin = "smallest change that matters (default: 2%%)"
     add("--margin", type=fraction, default=0.02, metavar="P", help=margin)
-    key = "join cases whose keys differ only in these fields; a list"
+    key = "comma-separated fields of the keys; join cases that differ only in these"
     add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
-    allow = "keep runs during which other processes used the cores; every verdict then says so"
+    allow = "keep runs that were disturbed by other processes; every verdict then mentions it"
     add("--allow-disturbed", action="store_true", help=allow)
 
 
 def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that ab.py has as well."""
+    """Add the flags for verdicts, gates and output. compare.py and ab.py share them."""
     add_design_flags(parser)
     fail = (
-        f"exit with 1 if a case has failed, or if it or the mean is one of {', '.join(FAILURES)}; "
-        "otherwise with 4 if a case has no verdict; a list"
+        "exit with 1 if a case failed, or if a case or the mean has one of these verdicts: "
+        f"{', '.join(FAILURES)} (comma-separated); otherwise exit with 4 if a case has no verdict"
     )
     fail_on = list_of(str, FAILURES)
     parser.add_argument("--fail-on", type=fail_on, default=[], metavar="VERDICT", help=fail)
-    form = "what to print: the table, or a JSON document with its numbers (default: table)"
+    form = "print a table, or a JSON document with the same numbers (default: table)"
     parser.add_argument("--format", choices=("table", "json"), default="table", help=form)
 
 
 def add_side_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags for two sides of reports that are there, which report.py has as well."""
+    """Add the flags for comparing two sides of existing reports, shared with report.py."""
     add = parser.add_argument
     test = "reports, folders or patterns to compare with BASE"
     add("--test", nargs="+", default=[], metavar="TEST", help=test)
-    paired = "compare in pairs: run i of BASE and run i of TEST were neighbours in time"
+    paired = "compare in pairs: run i of BASE and run i of TEST ran next to each other in time"
     add("--paired", action="store_true", help=paired)
-    interleaved = "compare block by block: the runs of a pair took turns (ab.py --interleave)"
+    interleaved = "compare block by block: the runs of a pair were interleaved (ab.py --interleave)"
     add("--interleaved", action="store_true", help=interleaved)
     measure = "compare this step, time or rate, such as exposed_s, instead of the step time"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
 
 
 def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str]:
-    """`failed`, `no verdict` or `pass`, and why: `2 slower`. fail_on: the verdicts that fail.
+    """`failed`, `no verdict` or `pass`, with the reason: `2 slower`. fail_on: verdicts that fail.
 
-    A test that could not look has not passed: so `pass` means that every case has a verdict. A case
-    that failed fails every gate.
+    `pass` means that every case has a verdict, because a gate that lacks evidence has not passed. A
+    case that failed fails every gate.
     """
     failing = [*fail_on, "failed"]
     failed = [case for case in comparison.cases if case.verdict in failing]
@@ -120,7 +121,7 @@ def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str
 
 
 def count_verdicts(results: Sequence[Result]) -> str:
-    """`2 slower, 1 missing`, each with what it has to say beside itself"""
+    """`2 slower, 1 missing`, with the caveats of the verdicts."""
     counts = Counter(verdict_text(result) for result in results)
     return ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
 
@@ -134,7 +135,7 @@ def verdict_text(result: Result) -> str:
 def show(
     comparison: Comparison, fail_on: Sequence[str] = (), is_like_with_like: bool = False
 ) -> str:
-    """A comparison as text; if TEST is BASE again, with the smallest change."""
+    """Format a comparison. is_like_with_like: TEST is BASE again, so show the smallest change."""
     header, rows = table_of(comparison, is_like_with_like)
     table = show_table(header, rows, (1, 2)).splitlines()
     if comparison.mean:
@@ -153,7 +154,7 @@ def show(
 def table_of(
     comparison: Comparison, is_like_with_like: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """The header of the table and its rows: the cases, then their mean if there is one."""
+    """The header and the rows of the table: the cases, then their mean if there is one."""
     sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
     last = "smallest change" if is_like_with_like else "verdict"
     header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", last]
@@ -169,12 +170,12 @@ def table_of(
 
 
 def notes_of(comparison: Comparison, is_like_with_like: bool = False) -> list[str]:
-    """The lines below the table: its conclusions."""
-    return below_like_with_like(comparison) if is_like_with_like else below(comparison)
+    """The conclusions, which are printed below the table."""
+    return notes_like_with_like(comparison) if is_like_with_like else below(comparison)
 
 
 def above(comparison: Comparison) -> list[str]:
-    """The heading, warnings, and what differs between the sides."""
+    """The lines above the table: heading, warnings, and differences of the environment."""
     lines = [heading(comparison), estimator(comparison)]
     for warning in comparison.warnings:
         lines.append(f"warning: {warning}")
@@ -187,8 +188,8 @@ def above(comparison: Comparison) -> list[str]:
 
 
 def heading(comparison: Comparison) -> str:
-    names = list_once(case.benchmark for case in comparison.cases)
-    measures = list_once(case.measure for case in comparison.cases if case.measure)
+    names = join_distinct(case.benchmark for case in comparison.cases)
+    measures = join_distinct(case.measure for case in comparison.cases if case.measure)
     m = len(comparison.base)
     n = len(comparison.test)
     design = comparison.design
@@ -197,36 +198,38 @@ def heading(comparison: Comparison) -> str:
     elif m + n > 2:
         how = "the run is the unit"
     else:
-        how = "one run a side"
+        how = "one run per side"
     if design.interleaved:
-        how += ", their blocks took turns"
+        how += ", with interleaved blocks"
     if design.looks > 1:
-        how += f"; {design.looks} looks share the 5 % of error"
+        how += f"; {design.looks} looks share the error rate of 5 %"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g} %"
     return f"torchrun-bench compare {names} ({measures}): {sides}; {how}"
 
 
 def estimator(comparison: Comparison) -> str:
-    """What the times in the table are; the ratio is their quotient."""
-    kinds = list_once(kind for case in comparison.cases for kind in case.times_are)
+    """How the times in the table were computed. Their quotient is the ratio."""
+    kinds = join_distinct(kind for case in comparison.cases for kind in case.times_are)
     of_a_run = kinds.replace(", ", " or ") or "none"
-    return f"BASE and TEST: geometric means over runs; of a run: {of_a_run}"
+    return f"BASE and TEST: geometric means over runs; time of a run: {of_a_run}"
 
 
 def cells(result: Result) -> list[str]:
     """A row of the table."""
     base, test = show_mean(result.base_s), show_mean(result.test_s)
-    if not result.key:  # a mean of different cases has no time of its own
+    if not result.key:  # a mean over different cases has no meaningful time
         base, test = "", ""
     ratio, ends = show_ratio(result.ratio), show_ends(result)
     return [result.label, base, test, ratio, ends, verdict_text(result)]
 
 
 def show_ends(result: Result) -> str:
-    """`0.9686 to 1.037`; `no interval` if it is so wide that it says nothing."""
+    """`0.9686 to 1.037`; `no interval` if the interval is too wide to be informative."""
     if result.interval is None:
         return "-"
-    return " to ".join(f"{x:.4g}" for x in result.interval) if result.is_telling else "no interval"
+    return (
+        " to ".join(f"{x:.4g}" for x in result.interval) if result.is_informative else "no interval"
+    )
 
 
 def show_mean(times_s: Sequence[float]) -> str:
@@ -246,56 +249,56 @@ def show_ratio(ratio: float | None) -> str:
 
 
 def below(comparison: Comparison) -> list[str]:
-    """How many cases have each verdict, why no better one, and how many runs might decide them."""
+    """The lines below the table: verdicts, reasons, and the number of runs that may decide."""
     cases = comparison.cases
     lines = [count_verdicts(cases)]
     reasons = Counter(f"{case.verdict}: {case.reason}" for case in cases if case.reason)
     for reason, n in reasons.items():
         noun = "case" if n == 1 else "cases"
         lines.append(f"{n} {noun}, {reason}")
-    fields = ",".join(fields_apart(cases))
-    if fields:
-        lines.append(f"cases of one name have different keys; --ignore-key {fields} joins them")
+    if fields := ",".join(fields_that_join(cases)):
+        lines.append(
+            f"cases with the same name have different keys; --ignore-key {fields} joins them"
+        )
     if any(case.disturbed for case in cases):
-        cure = "measure on a quiet machine, or in pairs by ab.py"
-        lines.append(f"{cure}; --allow-disturbed keeps runs that were disturbed")
+        cure = "measure on a quiet machine, or in pairs with ab.py"
+        lines.append(f"{cure}; --allow-disturbed keeps disturbed runs")
     return lines + runs_that_decide(comparison)
 
 
 def runs_that_decide(comparison: Comparison) -> list[str]:
-    """How many runs might decide the cases that are undecided because their intervals are wide."""
+    """The number of runs that may decide the cases whose intervals are too wide."""
     wide = [c for c in comparison.cases if c.verdict == "undecided" and c.enough and c.interval]
     margin = f"+-{comparison.design.margin * 100:g} %"
-    if any(case.runs_needed is None or not case.is_telling for case in wide):
-        more = f"more than {MAX_RUNS} runs a side would be needed for {margin}"
-        return [f"runs of a case differ too much: {more}; look for the cause, or --interleave"]
+    if any(case.runs_needed is None or not case.is_informative for case in wide):
+        more = f"more than {MAX_RUNS} runs per side would be needed for {margin}"
+        return [f"the runs vary too much: {more}; look for the cause, or use --interleave"]
     most = max((case.runs_needed or 0 for case in wide), default=0)
     if most <= len(comparison.base):
         return []
-    chance = f"{most} runs a side have an even chance to narrow the intervals to {margin}"
+    chance = f"{most} runs per side have an even chance of narrowing the intervals to {margin}"
     return [f"{chance}; {3 * most} decide in about 9 of 10 comparisons"]
 
 
-def fields_apart(cases: Sequence[Result]) -> list[str]:
-    """The fields in which a case that is missing differs from a new one of its name."""
+def fields_that_join(cases: Sequence[Result]) -> list[str]:
+    """The fields in which missing cases differ from new cases with the same name."""
     missing = {case.label: case.key for case in cases if case.verdict == "missing"}
     fields: dict[str, None] = {}
     for case in cases:
-        key = missing.get(case.label, {})
-        if case.verdict == "new" and key:
-            names = key | case.key
-            fields |= {name: None for name in names if key.get(name) != case.key.get(name)}
+        if case.verdict == "new" and case.label in missing:
+            fields |= dict.fromkeys(differing_fields(missing[case.label], case.key))
     return list(fields)
 
 
-def below_like_with_like(comparison: Comparison) -> list[str]:
-    """What the smallest change means, and whether chance alone moves the runs."""
+def notes_like_with_like(comparison: Comparison) -> list[str]:
+    """The meaning of the smallest change, and a warning if A differs from itself."""
     count = max((len(case.base_s) for case in comparison.cases), default=0)
-    lines = [f"smallest change: {count} runs a side show it in 9 of 10 comparisons"]
+    lines = [f"smallest change: {count} runs per side detect it in 9 of 10 comparisons"]
     differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
     if differing:
-        what = f"in {len(differing)} cases A differs from itself"
-        lines.append(f"warning: {what}: more than chance moves these runs; is the machine shared?")
+        cases = f"{len(differing)} case{'s' * (len(differing) > 1)}"
+        what = f"A differs from itself in {cases}: these runs vary by more than chance"
+        lines.append(f"warning: {what}; is the machine shared?")
     return lines
 
 
@@ -306,7 +309,7 @@ def in_format(
     is_like_with_like: bool = False,
     sides: tuple[str, str] = ("BASE", "TEST"),
 ) -> str:
-    """A comparison as --format says. sides: what a JSON document calls them."""
+    """Format a comparison as --format says. sides: the names of the sides in a JSON document."""
     if name == "table":
         return show(comparison, fail_on, is_like_with_like)
     gate = None
@@ -321,20 +324,22 @@ def in_format(
 def as_pair(
     comparison: Comparison, base: str, test: str, is_like_with_like: bool = False
 ) -> dict[str, Any]:
-    """A comparison in a JSON document. base, test: what the sides are called."""
+    """A comparison for a JSON document. base, test: the names of the sides."""
     return as_json.pair_of(comparison, notes_of(comparison, is_like_with_like), base, test)
 
 
 def exit_status(comparison: Comparison, fail_on: Sequence[str]) -> int:
-    """0 without --fail-on. The last line of the table says why it is another one."""
+    """The exit status; 0 without --fail-on. The last line of the table gives the reason."""
     return STATUSES[outcome_of(comparison, fail_on)[0]] if fail_on else 0
 
 
 def two_sides(
     args: argparse.Namespace, runs: Sequence[Run], endings: Sequence[str] = ENDINGS
 ) -> Comparison:
-    """Compare those of the runs that args.base names with the others, which are args.test. endings:
-    of the names of files that count in a folder."""
+    """Compare the runs of args.base with all other runs, which are those of args.test.
+
+    endings: suffixes of the files to read from a folder.
+    """
     base_paths = find(args.base, endings)
     base = [run for run in runs if run.path in base_paths]
     test = [run for run in runs if run.path not in base_paths]
@@ -358,7 +363,7 @@ def main() -> int:
     if not args.base or not args.test:
         example = "e.g. compare.py base.jsonl --test test.jsonl"
         refuse(f"expected reports of two sides, BASE and --test TEST; {example}")
-    gc.disable()  # a report is millions of numbers without a cycle among them
+    gc.disable()  # a report is millions of numbers without reference cycles
     paths = [*args.base, *args.test]
     with one_line(paths):
         of_reports = {"--measure": args.measure, "--interleaved": args.interleaved}

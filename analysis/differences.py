@@ -1,4 +1,4 @@
-"""What runs were measured on, and in what the two sides of a comparison differ."""
+"""The environment in which runs were measured, and how it differs between two sides."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 
 from analysis.load import Run
-from analysis.show import list_once
+from analysis.show import join_distinct
 
-# Where one of these differs, another machine was measured, whatever else was changed.
+# If one of these fields differs, the sides were measured on different machines.
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
 GPU_HARDWARE = ("power.limit", "clocks.max.sm", "ecc.mode.current", "mig.mode.current")
-# Not of interest by themselves: rows for each rank and device, and lines derived from them.
+# Details of each rank and device, and lines derived from them, which are compared in other ways.
 IGNORED = (
     *("ranks", "gpus", "gpu_counts", "differences", "variables", "other_variables", "others"),
     "contents",
@@ -25,19 +25,20 @@ class Difference:
     """A field of the environment whose values differ between BASE and TEST."""
 
     field: str
-    base: list[str]  # each value of the side once
+    base: list[str]  # distinct values
     test: list[str]
     hardware: bool
 
 
 def parts_of(run: Run) -> list[int]:
-    """The parts of a resumed report that have cases, from 0; [0] for one that was never resumed."""
+    """The numbers of the parts of a resumed report that have cases, from 0; [0] if the report was
+    never resumed."""
     return sorted({row.part or 0 for row in run.rows.values()})
 
 
 def resumed_text(run: Run) -> str:
-    """`2 cases were measured 2026-11-28 03:12 UTC on node1, 3 ... on node2`; "" if all cases of a
-    report were measured by one run."""
+    """`2 cases were measured 2026-11-28 03:12 UTC on node1, 3 ... on node2`; "" if a single run
+    measured all cases of the report."""
     parts = [row.part or 0 for row in run.rows.values()]
     numbers = parts_of(run)
     if len(numbers) < 2:
@@ -50,19 +51,19 @@ def resumed_text(run: Run) -> str:
 
 
 def describe_environment(run: Run) -> dict[str, str]:
-    """Each field of the environment as one text, where it says something."""
+    """Each field of the environment that has a value, as text."""
     described = {}
     for name, value in fields_of(run).items():
         entries = value if isinstance(value, list) else [value]
-        text = list_once(str(entry) for entry in entries)
+        text = join_distinct(str(entry) for entry in entries)
         if text not in ("None", ""):
             described[name] = text
     return described
 
 
 def fields_of(run: Run) -> dict[str, Any]:
-    """The environment, with a field for each variable, each field of the keys that was left out,
-    and each setting of the GPUs."""
+    """The environment, with a field for each variable, each removed field of the keys, and each
+    setting of the GPUs."""
     environment = run.environment
     fields = {name: value for name, value in environment.items() if name not in IGNORED}
     variables = environment.get("variables") or {}
@@ -85,7 +86,7 @@ def fields_of(run: Run) -> dict[str, Any]:
 
 
 def differences(base: Sequence[Run], test: Sequence[Run]) -> list[Difference]:
-    """The fields of the environment whose values differ between the sides; hardware first."""
+    """The fields of the environment whose values differ between the sides, hardware first."""
     environments = [describe_environment(run) for run in (*base, *test)]
     table = pd.DataFrame(environments).fillna("unset")
     differing = []

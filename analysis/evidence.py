@@ -1,9 +1,9 @@
-"""Which runs of a case are evidence. The gate, the table and the page all ask this file.
+"""Which runs of a case are evidence: the rules behind the table, the gate and the page.
 
-Not evidence: a run in which the case failed or is missing, an interrupted run, a copy of another
-run, and a disturbed run: one during which other processes used more than a tenth of the cores.
-Runs that were started in pairs may be disturbed if both sides were disturbed alike.
-docs/compare.md has the rules in words.
+A run is not evidence for a case if the case failed or is missing, if the run was interrupted, if it
+is a copy of another run, or if it was disturbed: other processes used more than a tenth of the
+cores. A pair of runs may be disturbed, provided that the load was the same on both sides.
+docs/compare.md explains the rules.
 """
 
 import hashlib
@@ -14,26 +14,26 @@ from typing import TypeGuard
 from analysis.load import Row, Run
 from common.cli import cut
 
-BUSY = 0.1  # share of a node's cores: more used by other processes disturbs a run, or a pair
+BUSY = 0.1  # share of a node's cores used by other processes: a larger one disturbs a run or pair
 NOT_RECORDED = "load not recorded"
 DISTURBED = "other processes used more than a tenth of the cores"
-UNLIKE = "other processes used the cores unequally during the two runs of a pair"
+UNEQUAL_LOAD = "other processes loaded the two runs of a pair differently"
 OTHER_NODES = "load of other nodes not measured"
 ALLOWED = "disturbed runs allowed"
 
-Side = Sequence[tuple[Run, Row | None]]  # the runs of BASE or TEST, and the case in each
+Side = Sequence[tuple[Run, Row | None]]  # the runs of BASE or TEST, each with its row for a case
 
 
 @dataclass
 class Evidence:
     """The runs of a case that count, by their positions in BASE and in TEST.
 
-    base, test: the runs that are evidence; the same positions on both sides if runs are paired.
-    base_timed, test_timed: these, and those that are left out for their load alone.
-    left_out: runs that are no evidence for any case, by label -> why: interrupted, copied or
-    disturbed ones.
-    base_why, test_why: the position of each run that is no evidence for this case -> why.
-    caveats: what every verdict from these runs has to say.
+    base, test: the runs that are evidence. If runs are paired, the positions are the same.
+    base_timed, test_timed: the same, including runs that are left out only because of the load.
+    left_out: label -> reason, for runs that are not evidence for any case because they were
+    interrupted, copied or disturbed.
+    base_why, test_why: position -> reason, for each run that is not evidence for this case.
+    caveats: remarks about the load that belong to every verdict from these runs.
     """
 
     base: list[int] = field(default_factory=list)
@@ -47,22 +47,22 @@ class Evidence:
 
 
 def evidence(base: Side, test: Side, paired: bool, allow_disturbed: bool) -> Evidence:
-    """The runs of a case that are evidence, and why the others are not.
+    """The runs of a case that are evidence, and the reasons why other runs are not.
 
-    paired: base[i] and test[i] were neighbours in time, so they count together or not at all.
-    allow_disturbed: the load is no reason to leave out a run.
+    paired: base[i] and test[i] ran next to each other in time, so both count or neither does.
+    allow_disturbed: do not leave out runs because of the load.
     """
     found = Evidence()
     both = [*base, *test]
     copies = copies_of(both)
     whys = []
     for i, (run, row) in enumerate(both):
-        why = unfinished(run)
+        why = why_incomplete(run)
         if i in copies:
             why = f"a copy of {both[copies[i]][0].label}"
         if why:
             found.left_out[run.label] = why
-        whys.append(why or untimed(row))
+        whys.append(why or why_no_time(row))
     found.base_why = {i: why for i, why in enumerate(whys[: len(base)]) if why}
     found.test_why = {i: why for i, why in enumerate(whys[len(base) :]) if why}
     found.base_timed = [i for i in range(len(base)) if i not in found.base_why]
@@ -85,16 +85,16 @@ def evidence(base: Side, test: Side, paired: bool, allow_disturbed: bool) -> Evi
 
 
 def leave_out_disturbed(found: Evidence, base: Side, test: Side, paired: bool) -> None:
-    """Take runs, or pairs, out of `found` by their load."""
+    """Remove runs, or pairs, from `found` because of the load."""
     if paired:
         for i in found.base_timed:
             a, b = base[i][0], test[i][0]
-            if are_loaded_unlike(a, b):
+            if loads_differ(a, b):
                 found.base.remove(i)
                 loads = f"{load_text(a)} and {load_text(b)}"
-                found.base_why[i] = found.test_why[i] = f"{UNLIKE}: {loads}"
+                found.base_why[i] = found.test_why[i] = f"{UNEQUAL_LOAD}: {loads}"
                 pair = f"{a.label} and {b.label} ({loads})"
-                found.left_out[pair] = UNLIKE
+                found.left_out[pair] = UNEQUAL_LOAD
         found.test = list(found.base)
         return
     sides = ((base, found.base, found.base_why), (test, found.test, found.test_why))
@@ -108,7 +108,7 @@ def leave_out_disturbed(found: Evidence, base: Side, test: Side, paired: bool) -
 
 
 def caveats_of(runs: Sequence[Run], allow_disturbed: bool) -> list[str]:
-    """What every verdict from these runs has to say about their load."""
+    """Remarks about the load that belong to every verdict from these runs."""
     caveats = []
     if allow_disturbed:
         caveats.append(ALLOWED)
@@ -120,22 +120,22 @@ def caveats_of(runs: Sequence[Run], allow_disturbed: bool) -> list[str]:
 
 
 def is_timed(row: Row | None) -> TypeGuard[Row]:
-    """Whether a case was measured, did not fail, and has a time."""
+    """Whether a case was measured, passed, and has a time."""
     return row is not None and not row.failed and row.time_s > 0
 
 
-def untimed(row: Row | None) -> str:
-    """Why a case has no time in a run; "" if it has one."""
+def why_no_time(row: Row | None) -> str:
+    """Why a case has no time in a run; "" if it has a time."""
     if is_timed(row):
         return ""
     if row is None:
         return "not measured"
-    return "it has none above 0" if row.check == "passed" else row.check
+    return "no time above 0" if row.check == "passed" else row.check
 
 
-def unfinished(run: Run) -> str:
-    """Why no case of a run is evidence; "" if the run ended in order. A failed case fails the run,
-    but not its other cases."""
+def why_incomplete(run: Run) -> str:
+    """Why no case of a run is evidence; "" if the run completed. A failed case makes the whole run
+    fail, but its other cases remain evidence."""
     has_failed_case = any(row.failed for row in run.rows.values())
     if run.status == "complete" or (run.status == "failed" and has_failed_case):
         return ""
@@ -143,8 +143,8 @@ def unfinished(run: Run) -> str:
 
 
 def identity(run: Run, row: Row | None) -> Hashable:
-    """What two copies of a run have in common: host, start and samples of the case; the bytes of
-    the report if it lacks host or start."""
+    """A value that is equal for copies of a run: host, start and samples of the case, or the bytes
+    of the report if it has no host or no start."""
     hosts = run.environment.get("hosts")
     if not (hosts and run.started_at):
         return run.digest or id(run)
@@ -155,7 +155,7 @@ def identity(run: Run, row: Row | None) -> Hashable:
 
 
 def copies_of(runs: Side) -> dict[int, int]:
-    """The position of each copy -> that of the run it is a copy of, which comes first."""
+    """The position of each copy -> the position of the run that it copies, which comes first."""
     first: dict[Hashable, int] = {}
     copies = {}
     for i, (run, row) in enumerate(runs):
@@ -168,21 +168,21 @@ def copies_of(runs: Side) -> dict[int, int]:
 # -- load ------------------------------------------------------------------------------------------
 
 
-def load_of_others(run: Run) -> tuple[float, int] | None:
-    """The number of cores that other processes used on the busiest node, and of how many; None if
-    it was not recorded."""
+def busiest_load(run: Run) -> tuple[float, int] | None:
+    """The number of cores used by other processes on the busiest node, and the number of its cores;
+    None if the load was not recorded."""
     return max(run.loads, key=lambda load: load[0] / load[1]) if run.loads else None
 
 
 def is_disturbed(run: Run) -> bool:
     """Whether other processes used more than a tenth of a node's cores during the run."""
-    load = load_of_others(run)
+    load = busiest_load(run)
     return load is not None and load[0] > BUSY * load[1]
 
 
 def load_text(run: Run) -> str:
     """`1.9 of 2 cores`"""
-    load = load_of_others(run)
+    load = busiest_load(run)
     return f"{load[0]:.3g} of {load[1]} cores" if load else "not recorded"
 
 
@@ -191,20 +191,20 @@ def has_unmeasured_nodes(run: Run) -> bool:
     return isinstance(nodes, int) and len(run.loads) < nodes
 
 
-def are_loaded_unlike(a: Run, b: Run) -> bool:
-    """Whether the loads of two runs differ on some node by more than a tenth of the cores."""
+def loads_differ(a: Run, b: Run) -> bool:
+    """Whether the loads of two runs differ by more than a tenth of the cores on any node."""
     shares = [[busy / cores for busy, cores in run.loads] for run in (a, b)]
-    if not all(shares):  # a load that was not recorded is a caveat
+    if not all(shares):  # a load that was not recorded is a caveat instead
         return False
-    if len(shares[0]) != len(shares[1]):  # different nodes: the busiest ones
+    if len(shares[0]) != len(shares[1]):  # different nodes: compare the busiest ones
         shares = [[max(of_run)] for of_run in shares]
     return max(abs(x - y) for x, y in zip(*shares, strict=True)) > BUSY + 1e-9
 
 
 def unfit(runs: Sequence[Run]) -> dict[str, str]:
-    """The label of each run that is no evidence for any of its cases, apart from its load -> why:
-    it was interrupted, or it is a copy of another one."""
-    found = {run.label: why for run in runs if (why := unfinished(run))}
+    """The runs that are not evidence for any case, whatever the load: label -> reason. They were
+    interrupted, or are copies of other runs."""
+    found = {run.label: why for run in runs if (why := why_incomplete(run))}
     for form in dict.fromkeys(form for run in runs for form in run.rows):
         side = [(run, run.rows.get(form)) for run in runs if form in run.rows]
         for copy, original in copies_of(side).items():
@@ -213,13 +213,8 @@ def unfit(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def by_reason(left_out: dict[str, str], most: int = 6) -> list[str]:
-    """`a copy of a/01.jsonl: b/01.jsonl, b/02.jsonl`: a line for each reason."""
+    """One line per reason: `a copy of a/01.jsonl: b/01.jsonl, b/02.jsonl`."""
     runs_by_reason: dict[str, list[str]] = {}
     for label, why in left_out.items():
         runs_by_reason.setdefault(why, []).append(label)
     return [f"{why}: {cut(runs, most)}" for why, runs in runs_by_reason.items()]
-
-
-def noteworthy(left_out: dict[str, str]) -> list[str]:
-    """`left out: a copy of a/01.jsonl: b/01.jsonl, b/02.jsonl`: a line for each reason."""
-    return [f"left out: {line}" for line in by_reason(left_out)]

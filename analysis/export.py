@@ -3,16 +3,16 @@
 # requires-python = ">=3.11"
 # dependencies = ["numpy>=1.26", "pandas>=2.1", "tabulate>=0.9"]
 # ///
-"""Reports in the formats of other tools, on stdout.
+"""Convert reports to the formats of other tools, and print the result.
 
-    csv      a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets
-    gha      github-action-benchmark: customSmallerIsBetter, or customBiggerIsBetter for rates
-    pytorch  the report of PyTorch's benchmarks/distributed/ddp: for its diff.py
+    csv      for pandas, DuckDB and spreadsheets: one row per case and metric, with key and interval
+    gha      for github-action-benchmark: customSmallerIsBetter, or customBiggerIsBetter for rates
+    pytorch  for diff.py of PyTorch's benchmarks/distributed/ddp: the format of its benchmark.py
 
     python analysis/export.py report.jsonl --to csv > report.csv
     python analysis/export.py report.jsonl --to gha --metric step_s > output.json
 
-gha holds one value of each case, that of the newest run. BSD-3-Clause.
+gha has one value per case and metric, from the newest run. BSD-3-Clause.
 """
 
 import json
@@ -30,13 +30,13 @@ from common import report
 from common.cli import Parser, list_of, suggest
 
 Rows = list[dict[str, Any]]
-SETTING = ("dtype", "bucket_size_mb", "comm_hook")  # of which a report of PyTorch's has one
+SETTING = ("dtype", "bucket_size_mb", "comm_hook")  # PyTorch's format has one setting per report
 
 
 def to_csv(rows: Rows) -> str:
-    import pandas as pd  # here: if it is missing, analysis/ has said so
+    import pandas as pd  # not above, so that analysis/ can report a missing package
 
-    table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
+    table = pd.json_normalize(rows).astype({"n": "Int64"})  # columns key.* for the key
     table = table.map(as_text).rename(columns=as_text)
     last = ["metric", "value", "low", "high", "n"]
     first = table.columns.difference(last, sort=False)
@@ -44,9 +44,10 @@ def to_csv(rows: Rows) -> str:
 
 
 def as_text(cell: Any) -> Any:
-    """A cell, with a ' before text that a spreadsheet would take for a formula.
+    """A cell, with a leading ' before text that a spreadsheet would interpret as a formula.
 
-    Names in a report may come from elsewhere, and a formula can call programs. Numbers stay.
+    Names in a report may come from an untrusted source, and formulas can call programs. Numbers
+    are left unchanged.
     """
     try:
         float(cell)
@@ -56,9 +57,9 @@ def as_text(cell: Any) -> Any:
 
 
 def to_gha(rows: Rows) -> str:
-    """Its src/extract.ts, BenchmarkResult. In a file either smaller or bigger values are better."""
+    """BenchmarkResult of its src/extract.ts. In a file, either small or large values are better."""
     has_rates = {row["metric"].endswith("_per_s") for row in rows}
-    if len(has_rates) > 1:  # both: the times alone
+    if len(has_rates) > 1:  # keep only the times
         rows = [row for row in rows if re.search(r"(?<!_per)_s$", row["metric"])]
     newest = {(row["benchmark"], row["case"], row["metric"]): row for row in rows}
     entries = []
@@ -75,23 +76,25 @@ def to_gha(rows: Rows) -> str:
 
 
 def to_pytorch(paths: list[str]) -> str:
-    """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks.
+    """The format of benchmarks/distributed/ddp/benchmark.py: first no ddp, then by ranks.
 
-    Its measurements are the times of the first rank, then those of the second, and so on.
+    `measurements` has the times of the first rank, then those of the second, and so on.
     """
     run = report.load(paths[0])
     cases = [case for case in run.cases if not case.failed and case.samples_s.get("step")]
     wrapped = [case.key for case in cases if case.key.get("ddp")]
     if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:
-        raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
+        raise ValueError(f"{paths[0]}: --to pytorch requires a single report of ddp_sweep.py")
     if any(case.bounded for case in cases):
-        raise ValueError(f"{paths[0]}: --to pytorch needs each rank's times, got the slowest's")
+        got = "this report has only those of the slowest rank"
+        raise ValueError(f"{paths[0]}: --to pytorch requires the times of each rank; {got}")
     if turns := [key["settings"] for key in wrapped if "settings" in key]:
         got = f"{turns[0]} of --interleave"
-        raise ValueError(f"{paths[0]}: --to pytorch has room for one setting, got {got}")
+        raise ValueError(f"{paths[0]}: --to pytorch can store only one setting, got {got}")
     settings = {canonical({name: key[name] for name in SETTING}) for key in wrapped}
     if len(settings) > 1:
-        raise ValueError(f"{paths[0]}: --to pytorch has room for one of {', '.join(settings)}")
+        got = ", ".join(settings)
+        raise ValueError(f"{paths[0]}: --to pytorch can store only one setting, got {got}")
     entries: dict[str, dict[str, Any]] = {}
     for case in sorted(cases, key=lambda case: (case.key["ddp"], case.key["ranks"])):
         about = {name: case.key[name] for name in ("model", "batch_size")}
@@ -115,8 +118,8 @@ def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
-    add("--to", required=True, choices=(*FORMATS, "pytorch"), help="the format")
-    metric = "export only these metrics; a list (default: all)"
+    add("--to", required=True, choices=(*FORMATS, "pytorch"), help="output format")
+    metric = "comma-separated metrics to export (default: all)"
     add("--metric", type=list_of(str), metavar="NAME", help=metric)
     args = parser.parse_args()
     with one_line(args.reports):
@@ -130,13 +133,13 @@ def main() -> int:
 
 
 def chosen(rows: Rows, metrics: list[str] | None) -> Rows:
-    """The rows of these metrics. Raises ValueError where one of them has none."""
+    """The rows of these metrics. Raises ValueError if a metric has no row."""
     known = sorted({row["metric"] for row in rows})
     if not known:
-        raise ValueError("no case has a number")
+        raise ValueError("no case has a metric that is a number")
     for name in metrics or known:
         if name not in known:
-            why = f"no case has a number '{name}'; there are {', '.join(known)}"
+            why = f"no case has a metric '{name}'; the metrics are {', '.join(known)}"
             raise ValueError(why + suggest(name, known))
     return [row for row in rows if not metrics or row["metric"] in metrics]
 

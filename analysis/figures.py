@@ -1,6 +1,7 @@
-"""The figures of a page, by matplotlib. What they draw in black takes the colour of its text.
+"""The figures of an HTML page, drawn by matplotlib.
 
-FIGURES says what a benchmark has; one without an entry gets the time of each case.
+FIGURES lists the figures of each benchmark. A benchmark without an entry gets the time of each
+case. Black is replaced by the text colour of the page.
 """
 
 import io
@@ -34,22 +35,22 @@ from analysis.show import (
 from analysis.verdicts import WIDEST, Comparison, Result, geometric_mean
 from common.cli import show_size
 
-# colours, each with a contrast of 3 to white and to a dark page
+# colours with a contrast of at least 3 on white and on a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
 MAX_FIGURES, MAX_BARS, MAX_REPORTS = 12, 40, 4
-LINE = 0.25  # inches of a figure's height for each line of a label; the axes have 77 % of it
-LETTERS = 70  # of a legend, beside each other in the width of a figure
-MAX_RANKS = 64  # rows of a heat map; with more members a row is a host
-MAX_LABELS, MAX_NUMBERS = 16, 8  # rows with a label each, and cells with their numbers
-IDEAL = "one rank alone, timed in turns, times ranks"
-MOST_MEMBERS = 100_000  # a report with a higher number is damaged
+LINE = 0.25  # inches of figure height for each line of a label; the axes cover 77 % of the height
+LEGEND_WIDTH = 70  # characters of a legend that fit side by side in a figure
+MAX_RANKS = 64  # maximum number of rows in a heat map; with more members, a row is a host
+MAX_LABELS, MAX_NUMBERS = 16, 8  # maximum number of rows with a label each, and with numbers
+IDEAL = "ideal: one rank (timed alternately) x ranks"
+MOST_MEMBERS = 100_000  # a report with a larger number is damaged
 
 Members = tuple[int, ...]
 Corner = tuple[float, float]
 
 mpl.rcParams |= {
-    "svg.fonttype": "none",  # text stays text
-    "text.parse_math": False,  # names may hold a $
+    "svg.fonttype": "none",  # keep text as text
+    "text.parse_math": False,  # names may contain a $
     "axes.prop_cycle": cycler(color=SERIES),
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -63,23 +64,23 @@ mpl.rcParams |= {
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an element of a page."""
+    """The figure as an SVG element."""
     file = io.StringIO()
-    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata, with its addresses
-    # dpi: of heat maps, which are images
+    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata, which contain URLs
+    # dpi applies to heat maps, which are images
     figure.savefig(
         file, format="svg", transparent=True, bbox_inches="tight", metadata=none, dpi=200
     )
     document = file.getvalue()
     element = document[document.index("<svg") :].replace("#000000", "currentColor")
-    return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", element)  # alike in all figures
+    return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", element)  # would not be unique
 
 
 def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> list[Figure]:
-    """Values over x: a figure for each setting, with a curve for each report and series.
+    """Values over x: one figure per setting, with a curve for each report and series.
 
-    Settings with a single x are bars; nothing is drawn where no case has an x above 0. rows: if
-    they have an `ideal`, a dash shows it at each point.
+    Settings with a single x become bars. Nothing is drawn if no case has an x above 0. If rows have
+    a column `ideal`, its value is drawn as a dash at each point.
     """
     rows = rows.assign(x=pd.to_numeric(rows["key"].str.get(x), "coerce"))
     rows = rows[rows["x"] > 0].sort_values("x", kind="stable")
@@ -115,7 +116,7 @@ def curves_of_setting(rows: pd.DataFrame, title: str, name: str, x: str) -> Figu
         ax.errorbar(part["x"], part["value"], yerr=reach, **style)
         if "ideal" in part and part["ideal"].notna().any():
             ax.plot(part["x"], part["ideal"], "_", ms=22, mew=2, color=colour, label=ideal)
-            ideal = None  # once is enough for the legend
+            ideal = None  # one entry in the legend is enough
     if x.endswith("_bytes"):
         ax.set(xscale="log", yscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
@@ -138,18 +139,18 @@ def curves_of_setting(rows: pd.DataFrame, title: str, name: str, x: str) -> Figu
 
 
 def scaling(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
-    """samples/s over ranks. The dash of a point is ranks x samples/s of one rank alone, which was
-    timed in turns with it: samples/s / efficiency.
+    """samples/s over ranks. The dash of a point is ranks x samples/s of a single rank, which was
+    timed alternately with it: samples/s / efficiency.
 
-    rows: of both metrics. A case without DDP is no point.
+    rows: samples/s and efficiencies. A case without DDP is not drawn.
     """
     settings, keys = [], []
     for metric, key in zip(rows["metric"], rows["key"], strict=True):
-        # `25MB bf16 samples_per_s`, or the first of the settings that were timed in turns
+        # `25MB bf16 samples_per_s`; the metrics of the first setting have no prefix
         settings.append(
             metric.rpartition(" ")[0] or str(key.get("settings", "")).partition(", ")[0]
         )
-        # under strong scaling the batch of a rank follows from the number of ranks
+        # with strong scaling, the batch size per rank follows from the number of ranks
         keys.append(key | {"batch_size": None} if key.get("global_batch") else key)
     rows = rows.assign(series=settings, key=keys)
     is_share, place = rows["metric"].str.endswith("efficiency"), ["run", "case", "series"]
@@ -160,9 +161,9 @@ def scaling(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
 
 
 def names_of_settings(rows: pd.DataFrame, x: str) -> list[str]:
-    """For each row what tells its setting apart, which is all of the key but x and what follows
-    from it; "" where all rows have one setting."""
-    follow = (x, "count", "calls")  # the last two follow from the size
+    """The name of each row's setting: the entries of its key that distinguish it from others,
+    except for x and what follows from x; "" if all rows have the same setting."""
+    follow = (x, "count", "calls")  # count and calls follow from the size
     columns = []
     for name in dict.fromkeys(name for key in rows["key"] for name in key):
         if name not in (*follow, *PANELS):
@@ -174,28 +175,29 @@ def names_of_settings(rows: pd.DataFrame, x: str) -> list[str]:
 
 
 def groups_of_runs(labels: pd.Series) -> list[str]:
-    """Reports that share a colour: those of one folder where there are more than MAX_REPORTS."""
+    """The group of each report; groups share a colour. With more than MAX_REPORTS reports, those in
+    the same folder are a group."""
     if labels.nunique() <= MAX_REPORTS:
         return list(labels)
     return [str(PurePath(label).parent) if "/" in label else "reports" for label in labels]
 
 
 def put_legend(ax: Axes, columns: int = 4) -> None:
-    """A legend above the axes, where it covers no point; none if nothing has a label."""
+    """Put a legend above the axes, where it covers no point, if anything has a label."""
     _, labels = ax.get_legend_handles_labels()
     if not labels:
         return
     widths = [len(label) + 6 for label in labels]  # a handle is as wide as 6 characters
-    fitting = len(labels) if sum(widths) <= LETTERS else max(1, LETTERS // max(widths))
+    fitting = len(labels) if sum(widths) <= LEGEND_WIDTH else max(1, LEGEND_WIDTH // max(widths))
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(columns, fitting))
 
 
 def bars(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
-    """A figure of each case's times or rates with their intervals, a bar for each series."""
+    """A figure of the times or rates of each case with their intervals, and a bar per series."""
     names = zip(rows["table"], rows["case"], strict=True)
     rows = rows.assign(bar=[case.removeprefix(f"{table}: ") for table, case in names])
     rows["series"] = rows["series"].where(rows["series"] != "", title)
-    if rows.duplicated(["bar", "run", "series"]).any():  # of several tables
+    if rows.duplicated(["bar", "run", "series"]).any():  # cases of several tables
         rows["bar"] = rows["case"]
     if rows["run"].nunique() > 1:
         rows["bar"] += ", " + rows["run"]
@@ -229,10 +231,10 @@ def bars(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
 def all_runs(
     comparison: Comparison, names: tuple[str, str], has_verdicts: bool = True
 ) -> list[Figure]:
-    """The time of every run, by case, over that of BASE; below them the ratio with its interval.
+    """Plot the time of every run relative to the mean of BASE, and the ratio with its interval.
 
-    names: of BASE and TEST. Crosses are runs that are left out, hollow points runs that other
-    processes disturbed. Lines join the two runs of a pair.
+    names: the names of BASE and TEST. Crosses are runs that are left out, and hollow points are
+    disturbed runs. Lines connect the runs of a pair.
     """
     rows = [(case, *points_of(comparison, case)) for case in comparison.cases]
     rows = [row for row in rows if row[1] or row[2]]
@@ -274,8 +276,8 @@ def all_runs(
 
 
 def all_rounds(results: dict[str, Result], best: str) -> list[Figure]:
-    """The ratios of the commands of a race to the best one: of each round that counts, and their
-    mean with its interval. results: by the names of the others."""
+    """Plot the ratios of the commands of a race to the best one: for each round that counts, and
+    the mean with its interval. results: by the names of the other commands."""
     rows = [(name, result) for name, result in results.items() if result.ratio is not None]
     if not rows:
         return []
@@ -298,14 +300,14 @@ def all_rounds(results: dict[str, Result], best: str) -> list[Figure]:
 
 
 def draw_ratio(ax: Axes, result: Result, height: float) -> None:
-    """A ratio, and its interval if that says anything."""
-    ends = result.interval if result.is_telling and result.interval else ()
+    """Draw a ratio, and its interval if it is narrow enough to be informative."""
+    ends = result.interval if result.is_informative and result.interval else ()
     ax.plot(ends, [height] * len(ends), "k-", lw=1.5, solid_capstyle="butt")
     ax.plot([result.ratio or 1], [height], "kD", ms=4)
 
 
 def set_ratios(ax: Axes, ratios: Sequence[float]) -> None:
-    """The scale of an axis of ratios: logarithmic if they are far apart."""
+    """Scale an axis of ratios: logarithmically if they are far apart."""
     if max(ratios) > WIDEST * min(ratios):
         ax.set_xscale("log")
         is_wide = max(ratios) > 100 * min(ratios)
@@ -315,7 +317,7 @@ def set_ratios(ax: Axes, ratios: Sequence[float]) -> None:
 
 
 def common_words(labels: Sequence[str]) -> str:
-    """The words that all labels begin with, but not a whole label; "" for a single label."""
+    """The words with which all labels begin, but never a whole label; "" for a single label."""
     words = [label.split(" ") for label in labels]
     count = 0
     while len(labels) > 1 and all(
@@ -328,25 +330,28 @@ def common_words(labels: Sequence[str]) -> str:
 class Point(NamedTuple):
     """A run of a case in the plot of all runs."""
 
-    run: int  # its position on its side
-    ratio: float  # its time over the mean of BASE
+    run: int  # position on its side
+    ratio: float  # time / mean of BASE
     counts: bool
     is_disturbed: bool
 
 
-LANES = (-0.24, 0.0, 0.24)  # of a row: BASE, TEST, the ratio
+LANES = (-0.24, 0.0, 0.24)  # vertical offsets within a row: BASE, TEST, ratio
 
 
 def points_of(comparison: Comparison, case: Result) -> tuple[list[Point], list[Point]]:
-    """The runs of a case that have a time, of BASE and of TEST. The mean is that of the table; of a
-    case without one, that of all runs of BASE, or of TEST."""
+    """The runs of a case that have a time, of BASE and of TEST.
+
+    They are relative to the mean in the table. If the case has none, they are relative to the mean
+    of all runs of BASE, or else of TEST.
+    """
     form = canonical(case.key)
+    base, test = comparison.runs_of(case.benchmark)
     sides: list[tuple[Sequence[Run], dict[int, float]]] = []
-    for all_runs, shown, shown_s in (
-        (comparison.base, case.base_runs, case.base_s),
-        (comparison.test, case.test_runs, case.test_s),
+    for same, shown, shown_s in (
+        (base, case.base_runs, case.base_s),
+        (test, case.test_runs, case.test_s),
     ):
-        same = [run for run in all_runs if run.benchmark == case.benchmark]
         rows = [run.rows.get(form) for run in same]
         times = {i: row.time_s for i, row in enumerate(rows) if is_timed(row)}
         sides.append((same, times | dict(zip(shown, shown_s, strict=False))))
@@ -362,7 +367,7 @@ def points_of(comparison: Comparison, case: Result) -> tuple[list[Point], list[P
 def draw_pairs(
     ax: Axes, comparison: Comparison, base: Sequence[Point], test: Sequence[Point], number: int
 ) -> None:
-    """Lines between the two runs of each pair that counts."""
+    """Draw a line between the two runs of each pair that counts."""
     partner = {point.run: point for point in test if point.counts}
     for point in base if comparison.design.paired else ():
         if point.counts and point.run in partner:
@@ -371,7 +376,7 @@ def draw_pairs(
 
 
 def add_key(ax: Axes, rows: Sequence[tuple[Result, list[Point], list[Point]]], names: Any) -> None:
-    """The legend of the plot of all runs, of what is in it."""
+    """Add the legend of the plot of all runs, with the kinds of points that occur in it."""
     points = [point for _, base, test in rows for point in (*base, *test)]
     style: dict[str, Any] = {"ls": "", "ms": 5}
     for side, name in enumerate(names):
@@ -390,7 +395,7 @@ over_size = partial(curves, x="size_bytes")
 AXES = [f"exposed_{axis}_s" for axis in ("pp", "dp", "cp", "ep", "tp")]
 PLACES = [f"{place}_busbw_gb_per_s" for place in ("out_of_place", "in_place")]
 BUSBW = ("busbw (GB/s)", PLACES, over_size)
-Plot = tuple[str, list[str], Callable[..., list[Figure]]]  # title, metrics, how they are drawn
+Plot = tuple[str, list[str], Callable[..., list[Figure]]]  # title, metrics, drawing function
 FIGURES: dict[str, list[Plot]] = {  # by benchmark
     "ddp_sweep": [
         ("samples/s", ["samples_per_s", "efficiency"], scaling),
@@ -402,18 +407,18 @@ FIGURES: dict[str, list[Plot]] = {  # by benchmark
     "parallel_sweep": [("Where a step's time goes", ["compute_s", *AXES], bars)],
     "checkpoint_sweep": [("A checkpoint", ["blocked_s", "stall_s", "upload_s"], bars)],
 }
-PANELS = ("model", "dtype", "collective", "operation")  # a figure for each value of them
+PANELS = ("model", "dtype", "collective", "operation")  # each of their values has its own figure
 
 
 class Matrix(NamedTuple):
-    """A kind of number of links. way: between the two members in a link's name."""
+    """A metric of links. way: the arrow between the two members in the name of a link."""
 
     title: str
     way: str
     metric: str
     scale: float
     less_is_better: bool
-    name: str  # with which what is slow begins
+    name: str  # the beginning of its entries in the list of slow links
 
 
 MATRICES = (
@@ -424,10 +429,10 @@ MATRICES = (
 
 
 def heat_maps(run: Run, name: str) -> list[Figure]:
-    """A figure of each matrix of a report of p2p_matrix.py. name: of the report, if it needs one.
+    """A heat map for each metric in a report of p2p_matrix.py. name: of the report, if needed.
 
-    Rows send and columns receive. With more than MAX_RANKS members a cell is the worst link between
-    two hosts.
+    Rows are senders and columns are receivers. With more than MAX_RANKS members, a cell is the
+    slowest link between two hosts.
     """
     figures = []
     hosts = hosts_of_members(run)
@@ -455,7 +460,7 @@ def is_by_node(run: Run) -> bool:
 
 
 def hosts_of_members(run: Run) -> list[str]:
-    """The host of each rank or node; `?` where the report has none."""
+    """The host of each rank or node; `?` if the report does not name it."""
     environment = run.environment
     hosts = environment.get("hosts") or []
     if not is_by_node(run):
@@ -467,7 +472,7 @@ def hosts_of_members(run: Run) -> list[str]:
 
 
 def links_of(run: Run, matrix: Matrix) -> dict[Members, float]:
-    """(sender, receiver) -> value; without a direction both ways."""
+    """(sender, receiver) -> value. A link without a direction has two entries."""
     values: dict[Members, float] = {}
     for row in run.rows.values():
         words = str(row.key.get("link", "")).split()
@@ -485,7 +490,10 @@ def links_of(run: Run, matrix: Matrix) -> dict[Members, float]:
 
 
 def slow_of(run: Run, name: str, count: int) -> set[Members]:
-    """The members of what the report calls slow: two of a link, otherwise one. count: of all."""
+    """The slow links and members in the report: two numbers for a link, one for a rank or node.
+
+    count: number of members.
+    """
     found: set[Members] = set()
     for entry in run.end.get("slow") or []:
         if str(entry["what"]).startswith(name):
@@ -497,7 +505,7 @@ def slow_of(run: Run, name: str, count: int) -> set[Members]:
 def by_host(
     values: dict[Members, float], hosts: Sequence[str], less_is_better: bool
 ) -> dict[Members, float]:
-    """The worst link between each two hosts, by their numbers."""
+    """The slowest link between each pair of hosts, which are given by their numbers."""
     names = list(dict.fromkeys(hosts))
     worst: dict[Members, float] = {}
     for (a, b), value in values.items():
@@ -514,7 +522,8 @@ def heat_map(
     groups: Sequence[str],
     slow: set[Members],
 ) -> Figure:
-    """labels: of the members. groups: the host of each. slow: members whose cells are outlined."""
+    """Draw a heat map. labels: names of the members. groups: the host of each member. slow: members
+    whose cells are outlined."""
     n = len(labels)
     cells = np.full((n, n), np.nan)
     for (a, b), value in values.items():
@@ -547,22 +556,17 @@ def heat_map(
             )
     for members in slow:
         for corner, width, height in outlines(members, n, both=matrix.way != "->"):
-            edge: dict[str, Any] = {
-                "fill": False,
-                "edgecolor": "#ff3b30",
-                "linewidth": 2,
-                "clip_on": False,
-            }
-            edge["zorder"] = 3  # above the lines between hosts
-            ax.add_patch(Rectangle(corner, width, height, **edge))
+            edge = Rectangle(corner, width, height, fill=False, edgecolor="#ff3b30", linewidth=2)
+            edge.set(clip_on=False, zorder=3)  # above the lines between hosts
+            ax.add_patch(edge)
     if slow:
-        ax.set_title("outlined: slow, as the answer says", fontsize=8)
+        ax.set_title("outlined: slow, according to the answer", fontsize=8)
     return figure
 
 
 def outlines(members: Members, n: int, both: bool) -> list[tuple[Corner, float, float]]:
-    """Corner, width and height of what is outlined: a link's cell, or the row and column of a rank
-    or node. both: a link has no direction, and so two cells."""
+    """Corner, width and height of each outline: the cell of a link, or the row and the column of a
+    rank or node. both: a link has no direction, and therefore two cells."""
     if len(members) == 1 or members[0] == members[1]:
         place = members[0] - 0.5
         return [((-0.5, place), n, 1), ((place, -0.5), 1, n)]
@@ -572,7 +576,7 @@ def outlines(members: Members, n: int, both: bool) -> list[tuple[Corner, float, 
 
 
 def draw(runs: Sequence[Run]) -> list[Figure]:
-    """The figures of the reports of one benchmark."""
+    """The figures for the reports of one benchmark."""
     if runs[0].benchmark == "p2p_matrix":
         maps = [
             figure for run in runs for figure in heat_maps(run, run.label if len(runs) > 1 else "")
@@ -588,7 +592,7 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     if not figures:
         is_time = [unit_of(metric).name == "s" for metric in rows["metric"]]
         times = rows["metric"][is_time]
-        most_frequent = times.value_counts(sort=False).nlargest(1)  # what most cases have
+        most_frequent = times.value_counts(sort=False).nlargest(1)  # the metric of most cases
         figures = draw_plots(rows, [("Time", list(most_frequent.index), bars)])
     if len(figures) > MAX_FIGURES:
         last = figures[MAX_FIGURES - 1]
@@ -599,8 +603,8 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
 
 
 def names_of_series(rows: pd.DataFrame) -> list[str]:
-    """The name of each metric. Where settings were timed in turns, that of the first one has its
-    label before it, as the others have."""
+    """The name of each metric. If several settings were timed in one case, the name of the first
+    setting is added to its metrics; those of other settings already have it."""
     names = []
     of_settings = {metric.rpartition(" ")[2] for metric in rows["metric"] if " " in metric}
     for metric, key in zip(rows["metric"], rows["key"], strict=True):
@@ -611,10 +615,10 @@ def names_of_series(rows: pd.DataFrame) -> list[str]:
 
 
 def draw_plots(rows: pd.DataFrame, plots: Sequence[Plot]) -> list[Figure]:
-    """The figures of each plot, at least one for each panel."""
+    """The figures of each plot, with at least one per panel."""
     figures = []
     for title, metrics, kind in plots:
-        # of `25MB bf16 step_s` the part behind the setting counts
+        # `25MB bf16 step_s` is the metric step_s of one setting
         chosen = rows[rows["metric"].str.rpartition(" ")[2].isin(metrics)]
         for name, part in chosen.groupby("panel", sort=False):
             figures += kind(part, title, f"{title}, {name}".strip(", "))

@@ -1,11 +1,11 @@
-"""Reports as rows: what compare, export and report.py read, and a notebook can use as well.
+"""Read reports as rows, for the scripts in this folder and for notebooks.
 
     from analysis.load import frame, load
-    table = frame(load(["results/", "more/*.jsonl"]))       # a pandas DataFrame, a row a case
+    table = frame(load(["results/", "more/*.jsonl"]))       # a pandas DataFrame, one row per case
     table.pivot_table("step_s", "case", "run")              # its interval: step_s_low, step_s_high
 
-Reads this project's reports, and by foreign.py and nccl_tests.py those of PyTorch's DDP benchmark,
-nccl-tests and rccl-tests. What metrics and their intervals are is said here alone.
+Besides reports of this project, it reads those of PyTorch's DDP benchmark and, through
+nccl_tests.py, those of nccl-tests and rccl-tests.
 """
 
 import glob
@@ -17,52 +17,75 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
-from pandas.io.json import ujson_loads  # half the time of json's
+from pandas.io.json import ujson_loads  # twice as fast as the json module
 
-from analysis import foreign, nccl_tests
+from analysis import nccl_tests
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common import report as report_file
 from common.cli import suggest
 from common.report import Case, Estimate, Report
-from common.stats import MIN_ROUNDS, time_of_iterations, time_of_rounds
+from common.stats import MIN_ROUNDS, median, time_of_iterations, time_of_rounds
 
-BY_ROUNDS = "geometric mean over rounds of block medians"  # what the time of a run is
+# Estimators of the time of a run
+BY_ROUNDS = "geometric mean over rounds of block medians"
 BY_ITERATIONS, BY_SCRIPT = "median over iterations", "the metric in the report"
-STEP = "step"  # what a case is about, among its samples
+STEP = "step"  # the name of the main step among the samples of a case
 RATES = ("1/s", "GB/s", "MB/s")
-ENDINGS = (".json", ".jsonl")  # of reports in a folder
+ENDINGS = (".json", ".jsonl")  # reports in a folder
 LAST_DIGIT = "last_digit_share"  # a metric of logs: one unit of the last digit / the number
-LOAD_ENDING = ".load"  # of a file with the load during a run, beside its report
-SHORTEST_S, LONGEST_S = 1e-12, 1e9  # of the times of a case
-Value = str | float | Estimate  # a number that was estimated has its interval
+LOAD_ENDING = ".load"  # file with the load during a run, next to its report
+SHORTEST_S, LONGEST_S = 1e-12, 1e9  # plausible times of a case
+Value = str | float | Estimate  # an estimated number has an interval
+PYTORCH = "PyTorch's DDP benchmark"
+NOT_IN_PYTORCH = ("world_size", "breakdown")  # fields that only ddp_sweep.py has in its keys
+# The settings of PyTorch's DDP benchmark, as ddp_sweep.py writes them in its keys
+PYTORCH_KEY = {
+    "dtype": "default",  # the benchmark sets no precision, so torch's defaults apply
+    "device": "cuda",
+    "image_size": 224,
+    "find_unused_parameters": False,
+    "global_batch": None,
+    "gradient_as_bucket_view": False,
+    "static_graph": False,
+}
 
 
 @dataclass(kw_only=True)
 class Row(Case):
-    """One case of one run, without its samples."""
+    """One case of one run, without its samples.
 
-    label: str = ""  # its name; `table: name` where several tables of a run have that name
-    measure: str = ""  # the step or the metric that its time is taken from
-    time_s: float = 0.0  # the case's time in this run; 0 where there is none
-    time_is: str = ""  # by which estimator
-    times_s: Sequence[float] = ()  # of each iteration
+    label: the name of the case, or `table: name` if several tables of a run have a case of that
+    name. measure: the step or metric from which the time is taken. time_s: the time of the case in
+    this run; 0 if there is none. time_is: the estimator. times_s: seconds of each iteration.
+    """
+
+    label: str = ""
+    measure: str = ""
+    time_s: float = 0.0
+    time_is: str = ""
+    times_s: Sequence[float] = ()
 
 
 @dataclass
 class Run(Report):
-    """One report."""
+    """One report.
 
-    rows: dict[str, Row] = field(default_factory=dict)  # its cases by their canonical keys
-    label: str = ""  # its path, or its name on a page
-    left_out: dict[str, list[Any]] = field(default_factory=dict)  # field of the keys -> its values
-    digest: str = ""  # of the report's bytes, and of its place in the file
-    # of each node: the cores that other processes used, and of how many; empty: not recorded
+    rows: its cases by canonical key. label: its path, or its name on a page. left_out: removed
+    fields of the keys -> their values. digest: a hash of the file's bytes, with the position of the
+    report in the file. loads: for each node, the cores used by other processes and the number of
+    cores; empty if not recorded. synchronized: the program waits for the device in each iteration.
+    """
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    label: str = ""
+    left_out: dict[str, list[Any]] = field(default_factory=dict)
+    digest: str = ""
     loads: list[tuple[float, int]] = field(default_factory=list)
-    synchronized: bool = False  # of a program that waits for the device in each iteration
+    synchronized: bool = False
 
 
 def load(
@@ -71,11 +94,12 @@ def load(
     ignore: Sequence[str] = (),
     join_foreign: bool = False,
 ) -> list[Run]:
-    """The reports that paths, folders and patterns name, as runs, in the order of their start.
+    """Load reports from files, folders and glob patterns, sorted by start time.
 
-    measure: the step, time or rate to take instead of the case's own step. ignore: fields of the
-    keys by which cases are not told apart. join_foreign: let cases of PyTorch's DDP benchmark meet
-    those of ddp_sweep.py, and those of nccl-tests collectives.py. Raises ValueError with one line.
+    measure: the step, time or rate to use instead of the main step of each case. ignore: fields to
+    remove from the keys. join_foreign: join cases of PyTorch's DDP benchmark with those of
+    ddp_sweep.py, and cases of nccl-tests with those of collectives.py. Raises ValueError with a
+    message of one line.
     """
     runs = [run for path in find(words) for run in read(path, measure)]
     arrange(runs, ignore, join_foreign)
@@ -83,24 +107,24 @@ def load(
 
 
 def arrange(runs: list[Run], ignore: Sequence[str] = (), join_foreign: bool = False) -> None:
-    """Put runs into the order of their start and give their cases keys and labels; see `load`."""
+    """Sort runs by start time, and set the keys and labels of their cases; see `load`."""
     runs.sort(key=lambda run: run.started_at)
     if join_foreign:
-        let_meet(runs)
-    leave_out(runs, ignore)
+        join_programs(runs)
+    remove_fields(runs, ignore)
     for same in by_benchmark(runs).values():
-        tell_apart(same)
+        set_labels(same)
 
 
 def copies(runs: Sequence[Run]) -> list[Run]:
-    """Runs that can be arranged anew without a change of these. Their numbers are shared."""
+    """Copies that `arrange` can change without affecting these runs. Their samples are shared."""
     return [
         replace(run, rows={form: replace(row) for form, row in run.rows.items()}) for run in runs
     ]
 
 
-def tell_apart(runs: Sequence[Run]) -> None:
-    """Give each case its label."""
+def set_labels(runs: Sequence[Run]) -> None:
+    """Set the label of each case."""
     shared = set()
     for run in runs:
         tables: dict[str, set[str]] = {}
@@ -112,8 +136,10 @@ def tell_apart(runs: Sequence[Run]) -> None:
 
 
 def find(words: Sequence[str], endings: Sequence[str] = ENDINGS) -> list[str]:
-    """The files that the words name. Raises ValueError where one is named twice. endings: of the
-    names of files that count in a folder."""
+    """The files that the words name. endings: suffixes of the files to read from a folder.
+
+    Raises ValueError if a file is named twice.
+    """
     paths = [path for word in words for path in paths_of(word, endings)]
     path_of_file: dict[str, str] = {}
     for path in paths:
@@ -125,27 +151,27 @@ def find(words: Sequence[str], endings: Sequence[str] = ENDINGS) -> list[str]:
 
 
 def paths_of(word: str, endings: Sequence[str]) -> list[str]:
-    """A file, the reports or logs below a folder, or the files that fit a pattern."""
+    """A file, the reports or logs in a folder and its subfolders, or the matches of a pattern."""
     if os.path.isdir(word):
         inside = [path for path in Path(word).rglob("*") if path.suffix in endings]
-        paths = [str(path) for path in inside if path.is_file()]  # a FIFO would be waited for
+        paths = [str(path) for path in inside if path.is_file()]  # reading a FIFO would block
         if not paths:
             kind = "report (*.jsonl)" if endings == ENDINGS else f"file *{', *'.join(endings)}"
             raise ValueError(f"there is no {kind} in {word}")
         return sorted(paths)
-    if os.path.lexists(word):  # a name may hold the letters of a pattern, e.g. ab[1]
+    if os.path.lexists(word):  # a name may contain the characters of a pattern, e.g. ab[1]
         return [word]
     return sorted(glob.glob(word)) or [word]
 
 
-def leave_out(runs: Sequence[Run], names: Sequence[str]) -> None:
-    """Take these fields out of all keys. Raises ValueError where no case has such a field."""
+def remove_fields(runs: Sequence[Run], names: Sequence[str]) -> None:
+    """Remove these fields from all keys. Raises ValueError if no case has such a field."""
     known: dict[str, None] = {}
     for row in rows_of(runs):
         known |= dict.fromkeys(row.key)
     for name in names:
         if known and name not in known:
-            what = f"no case has a field '{name}' to ignore; there are {', '.join(known)}"
+            what = f"no case has a key field '{name}'; the fields are {', '.join(known)}"
             raise ValueError(what + suggest(name, known))
     for run in runs if names else ():
         rows = list(run.rows.values())
@@ -154,7 +180,7 @@ def leave_out(runs: Sequence[Run], names: Sequence[str]) -> None:
             run.left_out[name] = list(dict.fromkeys(values))
         for row in rows:
             row.key = without(row.key, names)
-        index(run, rows, f"several cases differ in {', '.join(names)} alone")
+        index(run, rows, f"several cases differ only in {', '.join(names)}")
 
 
 def without(key: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -162,53 +188,53 @@ def without(key: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def index(run: Run, rows: Sequence[Row], problem: str) -> None:
-    """Put the rows of a run under their keys. Raises ValueError where two have the same."""
+    """Store the rows of a run by their keys. Raises ValueError if two rows have the same key."""
     run.rows = {}
     for row in rows:
         form = canonical(row.key)
         if form in run.rows:
-            raise ValueError(f"{run.label}: {problem}, e.g. {form}; measure one of them a report")
+            raise ValueError(f"{run.label}: {problem}, e.g. {form}; use one report for each")
         run.rows[form] = row
 
 
-def let_meet(runs: Sequence[Run]) -> None:
-    """Give cases that measured the same in another program the same key and time.
+def join_programs(runs: Sequence[Run]) -> None:
+    """Give equal cases of different programs the same key and the same kind of time.
 
-    Nothing changes unless reports of both programs were read.
+    Nothing changes unless the reports of both programs are among the runs.
     """
     benchmarks = {run.benchmark for run in runs}
     for run in runs:
         rows = list(run.rows.values())
-        if {foreign.PYTORCH, "ddp_sweep"} <= benchmarks:
-            if run.benchmark == foreign.PYTORCH:
+        if {PYTORCH, "ddp_sweep"} <= benchmarks:
+            if run.benchmark == PYTORCH:
                 run.benchmark, run.synchronized = "ddp_sweep", True
                 for row in rows:
-                    row.key = foreign.key_of_ddp_sweep(row)
+                    row.key = key_of_ddp_sweep(row)
             elif run.benchmark == "ddp_sweep":
                 for row in rows:
-                    row.key = without(row.key, foreign.NOT_IN_PYTORCH)
+                    row.key = without(row.key, NOT_IN_PYTORCH)
         if {nccl_tests.NCCL_TESTS, "collectives"} <= benchmarks and run.benchmark == "collectives":
             run.benchmark = nccl_tests.NCCL_TESTS
             for row in rows:
                 row.key = nccl_tests.key_of_nccl_tests(row.key)
                 if row.measure == STEP and is_time(nccl_tests.TIME, row.metrics):
-                    row.measure, row.times_s = nccl_tests.TIME, ()  # what tables of both show
+                    row.measure, row.times_s = nccl_tests.TIME, ()  # both tables show it
                     row.time_is = BY_SCRIPT
                     row.time_s = number_of(row.metrics[nccl_tests.TIME]) or 0
-        index(run, rows, f"several cases are one for {run.benchmark}")
+        index(run, rows, f"several cases have the same key as cases of {run.benchmark}")
 
 
 def read(path: str, measure: str | None) -> list[Run]:
-    """The report at a path as a run; see `load`. A log may hold several."""
-    times: dict[str, None] = {}  # the names that --measure may have
+    """The reports in a file as runs; see `load`. A log may contain several."""
+    times: dict[str, None] = {}  # valid names for --measure
 
     def shrink(report: Report, case: Case) -> None:
-        """Keep the times of one step alone, those that count of each iteration."""
+        """Keep only the samples of one step, and of those only the time of each iteration."""
         times.update(dict.fromkeys(case.samples_s))
         its_own = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
         step = measure or its_own
         samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
-        refuse_impossible(samples, path, case.name)
+        check_times(samples, path, case.name)
         case.samples_s = {}
         if samples.size:
             case.samples_s[step] = [time_of_iterations(samples, case.aligned).tolist()]
@@ -225,40 +251,41 @@ def read(path: str, measure: str | None) -> list[Run]:
     for number, report in enumerate(reports, 1):
         run = Run(**vars(report), label=path if number == 1 else f"run {number} of {path}")
         run.digest = f"{content.hexdigest()} {number}"
-        run.loads = loads_in(report.end) or loads_beside(path)
+        run.loads = loads_in(report.end) or loads_from_file(path)
         runs.append(run)
         cases = itertools.chain(*map(split_links, report.cases))
         index(run, [timed(case, measure) for case in cases], "several cases have the same key")
         for row in run.rows.values():
-            refuse_impossible(row.time_s, path, row.name)
+            check_times(row.time_s, path, row.name)
     rows = rows_of(runs)
     if measure and rows and not any(row.measure for row in rows):
         for row in rows:
             if not row.failed:
                 times |= dict.fromkeys(name for name in row.metrics if is_time(name, row.metrics))
         why = f"{path}: no case has a step, a time or a rate above 0 named '{measure}'"
-        raise ValueError(f"{why}; there are {', '.join(times) or 'none'}{suggest(measure, times)}")
+        why += f"; the names are {', '.join(times) or 'none'}{suggest(measure, times)}"
+        raise ValueError(why)
     return runs
 
 
-def refuse_impossible(times_s: Any, path: str, name: str) -> None:
-    """Raise ValueError if a time of a case cannot be one: ratios of such times mean nothing.
+def check_times(times_s: Any, path: str, name: str) -> None:
+    """Raise ValueError for an impossible time, because ratios of such times mean nothing.
 
-    times_s: a number or an array, in seconds; 0 for a time that is missing.
+    times_s: a number or an array, in seconds; 0 for a missing time.
     """
     times_s = np.asarray(times_s)
     if not ((times_s == 0) | ((times_s >= SHORTEST_S) & (times_s <= LONGEST_S))).all():
-        limits = f"from {SHORTEST_S:g} to {LONGEST_S:g} s"
-        raise ValueError(f"{path}: case {clean(name)!r} has a time that is not {limits}")
+        limits = f"{SHORTEST_S:g} to {LONGEST_S:g} s"
+        raise ValueError(f"{path}: case {clean(name)!r} has a time outside of {limits}")
 
 
 def parse(
     path: str, file: IO[bytes], each: Callable[[Report, Case], None], content: Any
 ) -> list[Report]:
-    """The reports in an open file, which is read once: it may be a pipe.
+    """The reports in an open file. The file is read once, since it may be a pipe.
 
-    each: called with every case as soon as it is read. content: a hash that is updated with all
-    bytes of the file.
+    each: called with every case as soon as it is read. content: a hash, updated with all bytes of
+    the file.
     """
 
     def hashed(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -272,7 +299,7 @@ def parse(
         return [report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)]
     text = first + file.read()
     content.update(text)
-    reports = foreign.read(text, path)
+    reports = foreign_reports(text, path)
     if not reports:
         raise ValueError(f"{path} is neither a report nor a log with a table of nccl-tests")
     for report in reports:
@@ -282,52 +309,54 @@ def parse(
 
 
 def loads_in(end: dict[str, Any]) -> list[tuple[float, int]]:
-    """What other processes used of each node, from the last line of a report; [] if it does not
-    say."""
+    """For each node, the cores used by other processes and the number of cores.
+
+    end: the last line of a report. The list is empty if the load was not recorded.
+    """
     others = end.get("others")
     rows = others if isinstance(others, list) else []
     pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
     return [(busy, cores) for busy, cores in pairs if is_number(busy) and cores and cores > 0]
 
 
-def loads_beside(path: str) -> list[tuple[float, int]]:
-    """The same from the file that ab.py writes beside a report: 01.load beside 01.jsonl."""
+def loads_from_file(path: str) -> list[tuple[float, int]]:
+    """The same, from the file that ab.py writes next to a report: 01.load for 01.jsonl."""
     beside = os.path.splitext(path)[0] + LOAD_ENDING
     if not os.path.isfile(beside):
         return []
     with open(beside, "rb") as file:
         try:
             content = json.load(file)
-        except ValueError:  # cut short: the load is not known
+        except ValueError:  # truncated: the load is unknown
             return []
     return loads_in(content) if isinstance(content, dict) else []
 
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
-    """Whether a metric is a time, or a rate from which a time follows."""
+    """Whether a metric is a time, or a rate from which a time can be computed."""
     known_unit = unit_of(name).name in ("s", *RATES)
     return known_unit and (number_of(metrics.get(name)) or 0) > 0
 
 
 def number_of(value: Any) -> float | None:
-    """A number, or that of an estimate; None for anything else."""
+    """A number, or the value of an estimate; None for anything else."""
     value = value.value if isinstance(value, Estimate) else value
     return value if is_number(value) else None
 
 
 def timed(case: Case, measure: str | None) -> Row:
-    """A case and its time.
+    """A case with its time.
 
-    The time is `time_of_blocks`; of a case without samples it is the first metric in seconds, else
-    the first rate, or the one that `measure` names. A time follows from a rate.
+    The time is `time_of_blocks`. Without samples, it is the metric named by `measure`, or else the
+    first metric in seconds, or else the first rate r, which counts as the time 1 / r.
     """
     row = Row(**vars(case) | {"samples_s": {}, "name": case.name or canonical(case.key)})
     if row.failed:
         return row
     if case.samples_s:
-        row.measure, (row.times_s,) = case.samples_s.popitem()  # the only one that was kept
+        row.measure, (row.times_s,) = case.samples_s.popitem()  # `shrink` has kept only one
         row.time_s = time_of_blocks(row.times_s, row.rounds)
-        has_blocks = is_in_rounds(row.times_s, row.rounds) and len(row.rounds) >= MIN_ROUNDS
+        has_blocks = has_rounds(row.times_s, row.rounds) and len(row.rounds) >= MIN_ROUNDS
         row.time_is = BY_ROUNDS if has_blocks else BY_ITERATIONS
         return row
     times_first = sorted(row.metrics, key=lambda name: unit_of(name).name != "s")
@@ -344,18 +373,18 @@ def timed(case: Case, measure: str | None) -> Row:
 def time_of_blocks(
     times_s: Sequence[float], rounds: Sequence[int], blocks: int | None = None
 ) -> float:
-    """The time of a run from the seconds of its iterations [n]: `stats.time_of_rounds`, or their
-    median if the rounds are not known (n is not their sum).
+    """The time of a run in seconds, from the times of its iterations [n].
 
-    blocks: the number of rounds that count, from the first one on; None for all.
+    It is `stats.time_of_rounds`, or the median over iterations if the rounds are unknown (their sum
+    is not n). blocks: use only this number of rounds, from the first one; None for all.
     """
-    if not is_in_rounds(times_s, rounds):
+    if not has_rounds(times_s, rounds):
         return float(np.median(times_s))
     kept = rounds[:blocks]
     return time_of_rounds(times_s[: sum(kept)], kept)
 
 
-def is_in_rounds(times_s: Sequence[float], rounds: Sequence[int]) -> bool:
+def has_rounds(times_s: Sequence[float], rounds: Sequence[int]) -> bool:
     return 0 < sum(rounds) == len(times_s)
 
 
@@ -371,7 +400,7 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def about(run: Run, row: Row) -> dict[str, Any]:
-    """What a table says about a case. n: the number of its iterations."""
+    """The columns that describe a case in a table. n: number of iterations."""
     return {
         "run": run.label,
         "started_at": run.part_entry(row.part or 0, "at"),
@@ -385,9 +414,10 @@ def about(run: Run, row: Row) -> dict[str, Any]:
 
 
 def frame(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row a case: its run, name, check and time, the key, and the metrics.
+    """One row per case: its run, name, check and time, the fields of its key, and its metrics.
 
-    An estimated metric `step_s` has the ends of its 95 % interval in `step_s_low`, `step_s_high`.
+    An estimated metric `step_s` has its 95 % interval in the columns `step_s_low` and
+    `step_s_high`.
     """
     rows = []
     for run in runs:
@@ -404,7 +434,7 @@ def frame(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each number of a case that did not fail, with its 95 % interval."""
+    """One row per number of each case that did not fail, with its 95 % interval."""
     rows = []
     for run in runs:
         for case in run.rows.values():
@@ -417,7 +447,7 @@ def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def values_of(metrics: dict[str, Any]) -> dict[str, Value]:
-    """The numbers, estimates and words of a case; nothing that is a list or an object."""
+    """The numbers, estimates and texts of a case, without lists and objects."""
     shown = {}
     for name, value in metrics.items():
         if isinstance(value, str) or number_of(value) is not None:
@@ -425,46 +455,108 @@ def values_of(metrics: dict[str, Any]) -> dict[str, Value]:
     return shown
 
 
-class Link(NamedTuple):
-    """What p2p_matrix.py measured between two ranks."""
-
-    a: int
-    b: int
-    latency_us: float
-    there: float | None  # GB/s from a to b; None if only both ways at once were measured
-    back: float | None  # GB/s from b to a
-    both: float  # GB/s, both ways at once
-
-
-def links_of(metrics: dict[str, Any]) -> list[Link]:
-    """The links of a case of p2p_matrix.py; none of another case."""
-    return [Link(*row) for row in metrics.get("links", [])]
-
-
 def split_links(case: Case) -> list[Case]:
-    """A round of p2p_matrix.py as four cases a link; another case as it is.
+    """A round of p2p_matrix.py as up to four cases per link; any other case unchanged.
 
-    A link has its latency, and its bandwidth there, back, and both ways at once; and how far its
-    median sample may be off.
+    `spread` is the relative uncertainty of the median sample of a link.
     """
-    links = links_of(case.metrics)
+    links = case.metrics.get("links", [])
     if case.failed or not links:
         return [case]
     key = without(case.key, ["round"])
     cases = []
     spreads = case.metrics.get("links_spread") or [None] * len(links)
     for link, spread in zip(links, spreads, strict=True):
-        bandwidths = {
-            f"{link.a} -> {link.b}": link.there,
-            f"{link.b} -> {link.a}": link.back,
-            f"{link.a} <-> {link.b}": link.both,
-        }
-        costs = {f"{link.a} - {link.b} latency": {"latency_s": link.latency_us * 1e-6}}
-        for way, rate in bandwidths.items():
-            if rate is not None:
-                costs[way] = {"bandwidth_gb_per_s": rate}
-        for way, cost in costs.items():
+        for way, cost in costs_of_link(*link).items():
             metrics = cost | {"spread": spread}
             of_link: dict[str, Any] = {"ranks": [], "metrics": metrics, "part": case.part}
             cases.append(Case(key={"link": way} | key, name=way, **of_link))
     return cases
+
+
+def costs_of_link(
+    a: int, b: int, latency_us: float, there: float | None, back: float | None, both: float
+) -> dict[str, dict[str, float]]:
+    """The metrics of the link between ranks a and b, by the name of their case.
+
+    there, back: GB/s from a to b and from b to a; None if only both directions at once were
+    measured. both: GB/s in both directions at once.
+    """
+    costs = {f"{a} - {b} latency": {"latency_s": latency_us * 1e-6}}
+    for way, rate in {f"{a} -> {b}": there, f"{b} -> {a}": back, f"{a} <-> {b}": both}.items():
+        if rate is not None:
+            costs[way] = {"bandwidth_gb_per_s": rate}
+    return costs
+
+
+# -- reports of other programs ---------------------------------------------------------------------
+
+
+def foreign_reports(content: bytes, path: str) -> list[Report]:
+    """The reports of another program in the bytes of a file; an empty list for an unknown format.
+
+    Raises ValueError with a message of one line if the file is damaged.
+    """
+    text = content.decode(errors="replace")
+    tables = nccl_tests.table_reports(text, path)
+    if tables:
+        return tables
+    try:
+        document = parse_json(text)
+        if isinstance(document, dict) and "benchmark_results" in document:
+            return [pytorch_report(document, path)]
+        return nccl_tests.json_reports(document, path)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        what = f"{path} looks like a report of another program, but does not have its format"
+        raise ValueError(f"{what}: {type(error).__name__} {str(error)[:80]}") from None
+
+
+def parse_json(text: str) -> Any:
+    """A JSON document, or the list of documents in JSON lines; None if the text is neither."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (ValueError, RecursionError):
+        return None
+
+
+def pytorch_report(document: dict[str, Any], path: str) -> Report:
+    """A report of PyTorch's benchmarks/distributed/ddp/benchmark.py.
+
+    The benchmark measures one rank twice, first without DDP. `measurements` has the times of the
+    first rank, then those of the second, and so on.
+    """
+    report = Report(PYTORCH, {}, path, argv=[], started_at="", status="complete")
+    fixed = {name: document.get(name) for name in ("distributed_backend", "bucket_size")}
+    for entry in document["benchmark_results"]:
+        about = {"model": entry["model"], "batch_size": entry["batch_size"]}
+        table = f"{about['model']}, batch size {about['batch_size']}"
+        for i, result in enumerate(entry["result"]):
+            ranks = result["ranks"]
+            count, is_wrapped = len(ranks), i > 0 or len(ranks) > 1
+            key = about | {"ranks": count, "ddp": is_wrapped} | fixed
+            name = f"{count} rank{'s' if count > 1 else ''}" if is_wrapped else "no ddp"
+            samples = np.reshape(result["measurements"], (count, -1))
+            case = Case(key=key, name=name, table=table, ranks=ranks)
+            case.samples_s = {"step": samples.tolist()}
+            case.metrics = {"step_s": median(samples.max(axis=0))}
+            report.cases.append(case)
+    report.environment = {
+        "torch": document.get("pytorch_version"),
+        "cuda": document.get("cuda_version"),
+        "world_size": max(len(case.ranks) for case in report.cases),
+    }
+    return report
+
+
+def key_of_ddp_sweep(case: Case) -> dict[str, Any]:
+    """The key of ddp_sweep.py for a case of PyTorch's DDP benchmark."""
+    ours = {name: case.key[name] for name in ("model", "batch_size", "ranks", "ddp")}
+    ours |= PYTORCH_KEY | {"backend": case.key["distributed_backend"]}
+    if not case.key["ddp"]:
+        return ours | {"bucket_size_mb": None, "comm_hook": None}
+    size = case.key["bucket_size"]  # an integer in MB, where ddp_sweep.py writes a float
+    return ours | {"bucket_size_mb": float(size) if is_number(size) else size, "comm_hook": "none"}

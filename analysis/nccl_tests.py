@@ -1,11 +1,12 @@
-"""Reports of nccl-tests and rccl-tests.
+"""Read reports of nccl-tests and rccl-tests.
 
-- nccl-tests: `-J` (its src/util.cu, versions 1 to 3)
-- rccl-tests: `-x FILE -Z json`, an object a line or a list of them
-- both: the table on the terminal, with the columns of nccl-tests before 2.11, too
+- nccl-tests: `-J` (src/util.cu, versions 1 to 3)
+- rccl-tests: `-x FILE -Z json`, as JSON lines or as a list
+- both: the table on the terminal, also without the columns that nccl-tests added in 2.11
 
-Launchers put names, times and colours before each line of a log, and NCCL writes lines of its own
-between them, or into them. So a line is recognised by its contents, wherever they begin.
+In a log, launchers prefix lines with names, timestamps and colours, and NCCL inserts its own lines
+between the lines of a table, or into them. So a line is recognised by its contents, wherever they
+begin.
 """
 
 import contextlib
@@ -22,25 +23,25 @@ from common.cli import show_size
 from common.report import Case, Estimate, Report
 from common.stats import median
 
-Result = dict[str, Any]  # a row of a table, with the names of -J
+Result = dict[str, Any]  # a row of a table, with the field names of -J
 NCCL_TESTS = "nccl-tests"
 PLACES = ("out_of_place", "in_place")
-TIME = "out_of_place_time_s"  # the metric that a case is about
-KNOWN = (  # a name that contains another one comes before it
+TIME = "out_of_place_time_s"  # the main metric of a case
+KNOWN = (  # a name precedes the names that it contains
     *("all_reduce", "all_gather", "reduce_scatter", "alltoallv", "alltoall", "broadcast"),
     *("reduce", "gather", "scatter", "sendrecv", "hypercube"),
 )
 BY_LETTERS = {name.replace("_", ""): name for name in KNOWN}  # AllReduce, all_reduce: allreduce
-REDUCING = ("all_reduce", "reduce_scatter", "reduce")  # the others have no redop
-TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # ours -> theirs
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")  # only these have a redop
+TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # torch -> nccl-tests
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LONGEST_LINE = 4096  # characters; no table is wider, and patterns are not linear in the length
+LONGEST_LINE = 4096  # characters; tables are narrower, and matching long lines would be slow
 HEADER = re.compile(r"\bsize\s+count\s+type\s+(?:redop\s+)?(?:root\s+)?(?:cpu)?time\b.*\bbusbw\b.*")
 UNITS = re.compile(r"\((\w+)\)\s+\(elements\)(.*)")
 TIME_UNITS = {"us": 1.0, "ns": 1e-3, "ms": 1e3, "s": 1e6}  # in microseconds
 RATE_UNITS = {"GB/s": 1.0, "MB/s": 1e-3, "TB/s": 1e3}  # in GB/s
 NCCOM_TEST = re.compile(r"\bsize\(B\)\s+count\(elems\)\s+type\b.*\bbusbw\(")
-# Size, count and type. Rows of 0 bytes measure nothing.
+# Size, count and type. Rows of 0 bytes are ignored, since they measure nothing.
 ROW = re.compile(
     r"(?<![\w.+/-])([1-9]\d{0,17}\s+[1-9]\d*\s+(?:u?int|u?char|half|b?float|double|fp?8)\w*\s.*)"
 )
@@ -49,16 +50,16 @@ RANK = re.compile(
 )
 END = "Avg bus bandwidth"
 OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)\s*FAILED")
-# all_reduce_perf, all_reduce_perf_mpi; no folder of that name
+# all_reduce_perf, all_reduce_perf_mpi; not a directory of that name
 PROGRAM = re.compile(r"\b([a-z_]+)_perf(?![a-z]|[\w.-]*/)(\S*)(.*)")
 CONCLUDED = re.compile(r"Collective test concluded: (\S+)")
-# Fields of the environment, and the lines that contain them.
+# Fields of the environment, and patterns for the lines that contain them
 VERSIONS = {
     "nccl": re.compile(r"(?:\b[NR]CCL version |nccl-library=)[: ]*(\d\S*)"),
     "nccl_tests": re.compile(r"\b(?:nccl-tests version|rccl-tests: Version) (\S+)"),
 }
-# How a row was measured. A setting that is not the default is a field of the key: rows that were
-# measured in different ways are never runs of one case.
+# How a row was measured. Settings other than the default are part of the key, so that rows which
+# were measured in different ways are never runs of the same case.
 DEFAULTS: dict[str, int] = {
     "cudagraph": 0,
     "agg_iters": 1,
@@ -73,7 +74,7 @@ DEFAULTS: dict[str, int] = {
     "average": 1,
     "groups": 1,
 }
-FLAGS = {  # of both programs; -u and -x have other meanings in rccl-tests
+FLAGS = {  # of both programs, except that -u and -x have other meanings in rccl-tests
     "G": "cudagraph",
     "m": "agg_iters",
     "z": "blocking",
@@ -93,9 +94,9 @@ PARAMETERS = {  # in the line `# nThread 1 nGpus 1 ...`
     "warmup_iterations": re.compile(r"\bwarmup iters: (\d+)"),
     "validation": re.compile(r"\bvalidation: (\d+)"),
 }
-OF_ENVIRONMENT = ("iterations", "warmup_iterations", "validation")  # runs that differ may be joined
+OF_ENVIRONMENT = ("iterations", "warmup_iterations", "validation")  # may differ between runs
 PARAMETER_LINE = re.compile(r"\bnThread \d+ .*\bminBytes\b.*")
-BLOCKING = (  # -z of nccl-tests, then the wording of rccl-tests
+BLOCKING = (  # -z in the wording of nccl-tests, then of rccl-tests
     (re.compile(r"Blocking Enabled: wait and barrier after each inner"), 1),
     (re.compile(r"Blocking Enabled: wait after each inner"), 2),
     (re.compile(r"Blocking Enabled: wait and barrier after each outer"), 3),
@@ -104,9 +105,9 @@ BLOCKING = (  # -z of nccl-tests, then the wording of rccl-tests
 
 
 def json_reports(document: Any, path: str) -> list[Report]:
-    """The reports in a JSON document; an empty list if it is from another program.
+    """The reports in a JSON document; an empty list for the format of another program.
 
-    Raises errors of many kinds if a field is missing or has another type.
+    Raises various exceptions if a field is missing or has the wrong type.
     """
     if isinstance(document, dict) and {"args", "config", "results"} <= document.keys():
         return [nccl_report(document, path)]
@@ -117,7 +118,7 @@ def json_reports(document: Any, path: str) -> list[Report]:
 
 
 def incomplete_report(environment: dict[str, Any], path: str) -> Report:
-    """A report without a command and a start."""
+    """A report without a command and without a start time."""
     return Report(NCCL_TESTS, environment, path, argv=[], started_at="", status="complete")
 
 
@@ -136,15 +137,15 @@ def key_of_nccl_tests(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_default(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a table that belong into the keys of its cases."""
+    """The settings of a table that are part of the keys of its cases."""
     return {name: value for name, value in settings.items() if DEFAULTS.get(name) != value}
 
 
 def settings_of_flags(words: Iterable[str], flags: dict[str, str] = NCCL_FLAGS) -> dict[str, int]:
     """The settings in a command line: `-G 1`, `-G1`, `--cudagraph 1` and `--cudagraph=1` are equal.
 
-    words: the arguments; what follows an operator of a shell is ignored, and so are values that are
-    not numbers. The last value of a flag counts.
+    words: the arguments. Values that are not numbers are ignored, and so is everything after a
+    shell operator. If a flag is repeated, its last value counts.
     """
     settings: dict[str, int] = {}
     name: str | None = None
@@ -160,10 +161,10 @@ def settings_of_flags(words: Iterable[str], flags: dict[str, str] = NCCL_FLAGS) 
 
 
 def nccl_report(document: dict[str, Any], path: str) -> Report:
-    """A report of nccl-tests' -J: microseconds and GB/s, out of place and in place."""
+    """A report of nccl-tests with -J: microseconds and GB/s, out of place and in place."""
     argv = [str(word) for word in document["args"]]
     config = document["config"]
-    devices = config["devices"]  # the first of each process
+    devices = config["devices"]  # the first device of each process
     a_process = config["nthreads"] * config["ngpus"]
     sizes = Counter(device.get("group", 0) for device in devices)
     ranks = sizes[devices[0].get("group", 0)] * a_process
@@ -194,11 +195,11 @@ def nccl_report(document: dict[str, Any], path: str) -> Report:
 
 
 def rccl_report(entries: Sequence[dict[str, Any]], path: str) -> Report:
-    """A report of rccl-tests: an entry for each size, out of place or in place."""
+    """A report of rccl-tests: one entry per size, out of place or in place."""
     results: dict[tuple[Any, ...], Result] = {}
     for entry in entries:
         collective = collective_of(entry["name"])
-        # with MPI it counts processes and their GPUs
+        # with MPI, it counts processes and the GPUs of each
         ranks = entry["ranks"] * entry["gpusPerRank"] if "ranks" in entry else entry["gpus"]
         about = {name: entry[name] for name in ("size", "type", "redop")}
         row = (collective, ranks, entry.get("numCycle"), *about.values())
@@ -246,7 +247,7 @@ def case_of(
             case.metrics[f"{place}_time_s"] = Estimate(time_us / 1e6)
             case.metrics[f"{place}_algbw_gb_per_s"] = Estimate(numbers["alg_bw"])
             case.metrics[f"{place}_busbw_gb_per_s"] = Estimate(numbers["bus_bw"])
-        each = result.get(f"{place}_per_iter")  # of -I 1: the slowest process in each iteration
+        each = result.get(f"{place}_per_iter")  # with -I 1: the slowest process in each iteration
         if each:
             times_us = each["times_us"][each["skipped_iterations"] :]
             case.samples_s[f"{place}_time_s"] = [[time_us / 1e6 for time_us in times_us]]
@@ -257,14 +258,14 @@ def case_of(
 
 
 def fail_all(cases: Sequence[Case], out_of_bounds: int) -> None:
-    """Fail all cases of a table whose footer counts wrong values that none of its rows shows."""
+    """Fail all cases of a table if its footer counts wrong values, but no row shows them."""
     if out_of_bounds and not any(case.failed for case in cases):
         for case in cases:
             case.check = f"failed: {out_of_bounds} values out of bounds in this table"
 
 
 def merge_repeated(cases: Iterable[Case]) -> list[Case]:
-    """Each case once. Rows that repeat, as by -N, are its samples."""
+    """Merge repeated rows, as by -N: each case occurs once, and its rows are its samples."""
     rows_of_case: dict[str, list[Case]] = {}
     for case in cases:
         rows_of_case.setdefault(canonical(case.key), []).append(case)
@@ -272,42 +273,42 @@ def merge_repeated(cases: Iterable[Case]) -> list[Case]:
 
 
 def merge(rows: Sequence[Case]) -> Case:
-    """Rows of one case as a case: medians, and the times of all. It fails if one of them does."""
+    """Merge rows of one case: medians, and all times. The case fails if any row failed."""
     first = rows[0]
     case = Case(key=first.key, name=first.name, table=first.table, ranks=first.ranks)
     for name in first.metrics:
         case.metrics[name] = median([row.metrics[name].value for row in rows])
         if name.endswith("_time_s"):
             times_s = [row.samples_s.get(name, [[row.metrics[name].value]])[0] for row in rows]
-            case.samples_s[name] = [list(itertools.chain(*times_s))]  # of the slowest rank alone
+        case.samples_s[name] = [list(itertools.chain(*times_s))]  # of the slowest rank
     case.check = next((row.check for row in rows if row.failed), "passed")
     return case
 
 
 def table_reports(text: str, path: str) -> list[Report]:
-    """The tables in a log as reports. A table whose cases are there already begins another run.
+    """The tables in a log as reports. A table that repeats a case begins another report.
 
-    Raises ValueError if there is a header without rows, if several programs have written at once,
+    Raises ValueError if there is a header without rows, if several jobs wrote to the log at once,
     and for a table of nccom-test.
     """
     lines = [line[:LONGEST_LINE] for line in COLOUR.sub("", text).splitlines()]
     heads = [number for number, line in enumerate(lines) if HEADER.search(line)]
     if not heads and any(NCCOM_TEST.search(line) for line in lines):
         raise ValueError(
-            f"{path} has a table of nccom-test, which cannot be read; expected one of nccl-tests "
+            f"{path} has a table of nccom-test, which is not supported; expected one of nccl-tests "
             "or rccl-tests, whose header is `size count type redop root time algbw busbw`"
         )
     environment = environment_of(lines)
     collective = next((name for name in KNOWN if name in Path(path).name), "unknown")
     reports: list[Report] = []
-    known: set[str] = set()  # the cases of the last report
+    known: set[str] = set()  # cases of the last report
     begin = 0
     for head, end in itertools.pairwise([*heads, len(lines)]):
         above, below = lines[begin:head], lines[head:end]
         refuse_worlds(above, path)
         environment = environment | environment_of(above)
         cases = cases_of(below, above, collective, environment.get("world_size"), path)
-        if not cases:  # the header is printed twice, or nothing was measured
+        if not cases:  # a repeated header, or nothing was measured
             continue
         collective, ranks = cases[0].key["collective"], cases[0].key["ranks"]
         footer = [END in line or bool(CONCLUDED.search(line)) for line in below]
@@ -323,21 +324,21 @@ def table_reports(text: str, path: str) -> list[Report]:
             reports[-1].status = "interrupted"
     if heads and not reports:
         raise ValueError(
-            f"{path} has the header of a table of nccl-tests and no rows: the log is cut off, or "
+            f"{path} has the header of a table of nccl-tests, but no rows: it is truncated, or "
             "nothing was measured"
         )
     return reports
 
 
 def refuse_worlds(above: Sequence[str], path: str) -> None:
-    """Raises ValueError if several programs have written at once. above: lines before a table,
-    which name each rank of its program."""
+    """Raise ValueError if several jobs wrote to the log at once. above: the lines before a table,
+    which name each rank."""
     hosts = {match[0]: match[3] for match in matches_in(above, RANK) if match[1] == "0"}
     if len(hosts) > 1:
         names = " and on ".join(dict.fromkeys(hosts.values()))
         raise ValueError(
-            f"{path}: Rank 0 is on {names}: {len(hosts)} jobs have written at once; nccl-tests "
-            "was built without MPI=1, or srun has no --mpi"
+            f"{path}: Rank 0 is on {names}: {len(hosts)} jobs wrote to it at once; nccl-tests "
+            "was built without MPI=1, or srun was called without --mpi"
         )
 
 
@@ -346,9 +347,10 @@ def cases_of(
 ) -> list[Case]:
     """The cases of a table.
 
-    below: its header and the lines after it. above: the lines before it. default: the collective of
-    the table before, or of the file's name. world_size: the number of ranks if the table does not
-    tell. A row that NCCL has split by a line of its own is damaged, and its case is missing then.
+    below: the header and the lines after it. above: the lines before it. default: the collective of
+    the previous table, or in the file's name. world_size: the number of ranks, unless the lines
+    name them. If NCCL has split a row by a line of its own, the row is damaged, and its case is
+    missing.
     """
     columns = HEADER.findall(below[0])[0].split()
     factors = factors_of(below[:4], columns, path)
@@ -369,7 +371,7 @@ def cases_of(
         settings["report_cputime"] = 1
     number = ranks_from(results, collective) or world_size
     if ranks := ranks_in(above):
-        sizes = Counter(match[2] for match in ranks)  # of the groups of NCCL_TESTS_SPLIT
+        sizes = Counter(match[2] for match in ranks)  # groups of NCCL_TESTS_SPLIT
         settings["groups"] = len(sizes)
         number = sizes[ranks[0][2]] if len(sizes) > 1 else 1 + max(int(rank[1]) for rank in ranks)
     cases = [case_of(result, collective, number, settings) for result in results]
@@ -379,7 +381,7 @@ def cases_of(
 
 
 def factors_of(lines: Sequence[str], columns: Sequence[str], path: str) -> list[float]:
-    """What the numbers of each column are multiplied by to become microseconds or GB/s.
+    """The factor of each column that converts its numbers to microseconds or GB/s.
 
     lines: the header and the line of units below it. Raises ValueError for an unknown unit.
     """
@@ -409,26 +411,26 @@ def factors_of(lines: Sequence[str], columns: Sequence[str], path: str) -> list[
 
 
 def collective_in(lines: Iterable[str], default: str) -> str:
-    """The last collective whose program the lines name; `default` if they name none."""
+    """The last collective whose program appears in the lines, or `default`."""
     programs = matches_in(lines, PROGRAM)
     return collective_of(programs[-1][1]) if programs else default
 
 
 def matches_in(lines: Iterable[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    """The first match of each line that has one."""
+    """The first match in each line that has one."""
     matches = [pattern.search(line) for line in lines]
     return [match for match in matches if match]
 
 
 def ranks_in(lines: Sequence[str]) -> list[re.Match[str]]:
-    """The lines of the ranks of the last program: groups rank, group, host, device."""
+    """The lines of the ranks of the last program. Match groups: rank, group, host, device."""
     ranks = matches_in(lines, RANK)
     first = max((i for i, match in enumerate(ranks) if match[1] == "0"), default=0)
     return ranks[first:]
 
 
 def layout_of(hosts: Sequence[str]) -> dict[str, Any]:
-    """Nodes and ranks per node. hosts: the host of each rank."""
+    """Number of nodes and ranks per node. hosts: the host of each rank."""
     sizes = sorted(set(Counter(hosts).values()))
     return {
         "hosts": sorted(set(hosts)),
@@ -438,7 +440,7 @@ def layout_of(hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def environment_of(lines: Sequence[str]) -> dict[str, Any]:
-    """Versions, ranks, hosts, devices and parameters that the lines contain."""
+    """Versions, ranks, hosts, devices and parameters in the lines."""
     environment: dict[str, Any] = {}
     for name, pattern in VERSIONS.items():
         matches = matches_in(lines, pattern)
@@ -460,7 +462,7 @@ def parameters_in(lines: Sequence[str]) -> dict[str, int]:
 
 
 def settings_of(above: Sequence[str]) -> dict[str, Any]:
-    """How the rows of a table were measured: its command, its parameters, its remarks."""
+    """How the rows of a table were measured, from its command, parameters and remarks."""
     commands = [match[3].split() for match in matches_in(above, PROGRAM)]
     settings: dict[str, Any] = {}
     for words in commands:
@@ -476,13 +478,13 @@ def settings_of(above: Sequence[str]) -> dict[str, Any]:
 def result_of(
     words: Sequence[str], columns: Sequence[str], in_place_only: bool, factors: Sequence[float]
 ) -> Result:
-    """A row of a table. Raises ValueError if it is damaged.
+    """Parse a row of a table. Raises ValueError if it is damaged.
 
-    columns: the words of the header. factors: of each column, to microseconds and GB/s.
+    columns: the words of the header. factors: converts each column to microseconds or GB/s.
     """
     size, count = int(words[0]), int(words[1])
     if size % count:
-        raise ValueError("its size has lost digits")
+        raise ValueError("the size has lost digits")
     result: Result = {"size": size, "count": count, "type": words[2], "bandwidths": []}
     for name, default in {"redop": "none", "root": "-1"}.items():
         result[name] = words[columns.index(name)] if name in columns else default
@@ -492,7 +494,7 @@ def result_of(
         time, algbw, busbw, wrong = (number_of(word) for word in words[start : start + 4])
         if time is None or algbw is None or busbw is None:
             raise ValueError("a row without a time")
-        if columns[start + 3] == "error":  # before 2.13: the largest relative deviation
+        if columns[start + 3] == "error":  # before 2.13: the largest relative error
             wrong = None
         result["bandwidths"].append((words[start + 1], words[start + 2]))
         result[place] = {
@@ -505,20 +507,20 @@ def result_of(
 
 
 def number_of(word: str) -> float | None:
-    """A number of a table; None for N/A."""
+    """A number in a table; None for N/A."""
     return None if word == "N/A" else float(word)
 
 
 ITEM_SIZES = {"half": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float": 4}
-ITEM_SIZES |= {"int64": 8, "uint64": 8, "double": 8}  # all others have one byte
+ITEM_SIZES |= {"int64": 8, "uint64": 8, "double": 8}  # all other types have one byte
 
 
 def ranks_from(results: Sequence[Result], collective: str) -> int | None:
-    """The number of ranks that a table implies; None if it cannot be told.
+    """The number of ranks that follows from the numbers of a table; None if it is unknown.
 
-    A gathering collective counts the elements of one rank and the bytes of all. Of an all-reduce,
-    busbw / algbw = 2(n-1)/n (nccl-tests' doc/PERFORMANCE.md): n is the only integer that fits all
-    rows within their rounding.
+    A gathering collective counts the elements of one rank and the bytes of all ranks. For an
+    all-reduce, busbw / algbw = 2(n-1)/n (nccl-tests' doc/PERFORMANCE.md), where n is the only
+    integer that agrees with all rows within their rounding.
     """
     ratios = {r["size"] / (r["count"] * ITEM_SIZES.get(r["type"], 1)) for r in results}
     if len(ratios) == 1 and (ratio := ratios.pop()) > 1 and ratio.is_integer():
@@ -538,5 +540,5 @@ def ranks_from(results: Sequence[Result], collective: str) -> int | None:
 
 
 def rounding_of(word: str) -> float:
-    """How far a printed number may be off: half of its last digit."""
+    """The rounding error of a printed number: half a unit of its last digit."""
     return 0.5 * 10.0 ** -len(word.partition(".")[2])

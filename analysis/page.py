@@ -1,4 +1,4 @@
-"""One HTML file of sections: lines, tables and figures. What report.py writes."""
+"""The HTML page of report.py: sections with lines, tables and figures, in a single file."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from analysis import show
 from analysis.figures import svg
 from analysis.load import Run
 
-# a path from the root on, of two names or more; not of an address, and no end of an element
+# An absolute path of at least two names, but not a part of a URL or the end of an HTML element
 ABSOLUTE = re.compile(r"""(?<![\w/.<~$}-])/(?!/)[^\s/:;,'"=<>|()]+(?:/+[^\s/:;,'"=<>|()]+)+/?""")
 
 
@@ -21,28 +21,28 @@ class Table(NamedTuple):
     title: str
     header: Sequence[Any]
     rows: list[Any]  # lists of cells
-    marks: dict[int, str]  # number of a row -> why it stands out: failed, faster or differs
-    words: int = 100  # the number of columns of words, which precede those of numbers
+    marks: dict[int, str]  # number of a row -> how to highlight it: failed, faster or differs
+    words: int = 100  # number of text columns, which precede the numeric columns
 
 
 @dataclass
 class Section:
-    """A part of the page, in this order."""
+    """A section of the page, in the order of its fields, except for `tables`."""
 
     title: str
     tables: list[Table]  # below the figures
     answers: list[str] = field(default_factory=list)  # in bold
-    loud: list[str] = field(default_factory=list)  # warnings, each in a box
+    warnings: list[str] = field(default_factory=list)  # warnings, each in a box of its own
     first: list[Table] = field(default_factory=list)  # above the figures
     notes: list[str] = field(default_factory=list)
-    quiet: list[str] = field(default_factory=list)  # notes that few readers need
+    details: list[str] = field(default_factory=list)  # details
     figures: Callable[[], list[Figure]] = list
-    folded: bool = False  # whether the page shows its title alone, until it is opened
+    folded: bool = False  # show only the title until the reader opens the section
 
 
 def as_page(title: str, sections: Sequence[Section]) -> str:
-    """The document. Every string of a report is cleaned and escaped where it is put in."""
-    import jinja2  # here: if it is missing, analysis/ has said so
+    """The HTML document. Every string of a report is cleaned and escaped when it is inserted."""
+    import jinja2  # not above, so that analysis/ can report a missing package
     from markupsafe import Markup
 
     jinja = jinja2.Environment(
@@ -50,18 +50,18 @@ def as_page(title: str, sections: Sequence[Section]) -> str:
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else show.clean(value, 500),
     )
-    jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
+    jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its text
     return jinja.get_template("report.html.j2").render(title=title, sections=sections)
 
 
-# -- names without folders -------------------------------------------------------------------------
+# -- names without directories ---------------------------------------------------------------------
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """The shortest end of each path that no other path has: `a/01` and `b/01` of two folders. The
-    files of a folder have names of one form.
+    """The shortest suffix of each path that is unique: `a/01` and `b/01` from two folders.
 
-    Without the suffix of the file, unless two paths differ in that alone.
+    Files of the same folder get suffixes of the same length. File name extensions are omitted,
+    unless two paths differ only in their extensions.
     """
     without = {path: PurePath(path).with_suffix("").parts for path in paths}
     if len(set(without.values())) < len(without):
@@ -77,7 +77,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def parts_needed(parts: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """Path -> how many of its last parts no other path ends in; all if there are not as many."""
+    """Path -> the number of trailing parts that are unique to it; all parts if none is unique."""
     counts: dict[str, int] = {}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
         tally = Counter(parts[path][-count:] for path in parts)
@@ -92,7 +92,7 @@ def end_of(parts: tuple[str, ...], count: int) -> str:
 
 
 def name_reports(runs: Sequence[Run]) -> None:
-    """Call each report by the end of its path: a page names no folders of a machine."""
+    """Label each report with the end of its path, because a page must not reveal directories."""
     paths = [run.path or "" for run in runs]
     names = short_names(paths)
     for run, path in zip(runs, paths, strict=True):
@@ -101,8 +101,8 @@ def name_reports(runs: Sequence[Run]) -> None:
 
 
 def without_folders(texts: Sequence[str]) -> Callable[[str], str]:
-    """A function that shortens the absolute paths in any text to `.../name`, with as many folders
-    as tell apart those in `texts`."""
+    """A function that shortens absolute paths in a text to `.../name`, with as many directories as
+    are needed to distinguish the paths in `texts`."""
     found = list(dict.fromkeys(path for text in texts for path in ABSOLUTE.findall(text)))
     parts = {path: PurePath(path).parts[1:] for path in found}
     counts = parts_needed(parts)
@@ -116,45 +116,36 @@ def without_folders(texts: Sequence[str]) -> Callable[[str], str]:
     return lambda text: ABSOLUTE.sub(shorten, text)
 
 
-def texts_of(value: Any) -> list[str]:
-    """Every text in lists and dicts of JSON; not the names of fields."""
+def map_texts(function: Callable[[str], Any], value: Any) -> Any:
+    """A copy of nested lists and dicts, with the function applied to every text but dict keys."""
     if isinstance(value, str):
-        return [value]
-    entries = value.values() if isinstance(value, dict) else value
-    return [text for entry in entries for text in texts_of(entry)] if is_nested(value) else []
-
-
-def is_nested(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict))
-
-
-def changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of JSON in which every text is changed."""
-    if isinstance(value, str):
-        return change(value)
+        return function(value)
     if isinstance(value, dict):
-        return {name: changed(entry, change) for name, entry in value.items()}
-    return [changed(entry, change) for entry in value] if is_nested(value) else value
+        return {name: map_texts(function, entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [map_texts(function, entry) for entry in value]
+    return value
 
 
 def hide_folders(runs: Sequence[Run], commands: dict[str, str]) -> dict[str, str]:
-    """Shorten the absolute paths in all that a page shows of these runs, and in the commands.
+    """Shorten the absolute paths in everything that a page shows of these runs, and in commands.
 
-    Returns the commands. Two paths that differ stay different.
+    Returns the commands. Different paths remain different.
     """
     texts = list(commands.values())
     for run in runs:
-        texts += texts_of([run.environment, run.argv, run.end, run.resumed])
+        map_texts(texts.append, [run.environment, run.argv, run.end, run.resumed])
         for row in run.rows.values():
-            texts += texts_of([row.key, row.name, row.table, row.check, row.label, row.metrics])
+            words = [row.key, row.name, row.table, row.check, row.label, row.metrics]
+            map_texts(texts.append, words)
     shorten = without_folders(texts)
     for run in runs:
         for name in ("environment", "argv", "end", "resumed"):
-            setattr(run, name, changed(getattr(run, name), shorten))
+            setattr(run, name, map_texts(shorten, getattr(run, name)))
         for row in run.rows.values():
             for name in ("key", "name", "table", "check", "label"):
-                setattr(row, name, changed(getattr(row, name), shorten))
-            words = {name: shorten(x) for name, x in row.metrics.items() if isinstance(x, str)}
-            row.metrics = row.metrics | words
+                setattr(row, name, map_texts(shorten, getattr(row, name)))
+            told = {name: shorten(x) for name, x in row.metrics.items() if isinstance(x, str)}
+            row.metrics = row.metrics | told
         run.rows = {show.canonical(row.key): row for row in run.rows.values()}
     return {name: shorten(text) for name, text in commands.items()}

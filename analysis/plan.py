@@ -1,7 +1,7 @@
-"""What a call of ab.py measures: its commands, the files that they name, inherited variables.
+"""The plan of a call of ab.py: its commands, the files that they name, and inherited variables.
 
-OUT/plan.txt holds them as lines. A later call in the same folder goes on only if they are the same.
-OUT/verdict.txt holds what may change from call to call: how the runs were last compared.
+OUT/plan.txt stores the plan. A later call in the same folder continues only if its plan is the
+same. OUT/verdict.txt stores flags that may differ between calls, as given in the last call.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from common.cli import cut
 from common.contents import harness, is_installed, modules, of_file, python_program
 from common.report import shown, without_secrets
 
-PLAN, VERDICT = "plan.txt", "verdict.txt"  # files of OUT
-ADDRESS = ("tcp://", "udp://")  # of a service, which Kubernetes sets
-HASHED = 2**28  # bytes; of a larger file the size and the time of its last change are compared
+PLAN, VERDICT = "plan.txt", "verdict.txt"  # files in OUT
+ADDRESS = ("tcp://", "udp://")  # addresses of services, in variables that Kubernetes sets
+MAX_HASHED = 2**28  # bytes; of a larger file, the size and the time of modification are compared
 FILE = "file of "
 INHERITED = "inherited variable "
-MOST_NAMED = 6  # differences in a message
-# Inherited variables that change from shell to shell or from job to job: of terminals, sessions,
-# jobs and CI runs, temporary folders
-PASSING = re.compile(
+MOST_NAMED = 6  # maximum number of differences in a message
+# Inherited variables that change between shells or jobs, and are ignored: those of terminals,
+# sessions, jobs and CI runs, and of temporary folders
+TRANSIENT = re.compile(
     r"_|SHLVL|PWD|OLDPWD|PS\d|.*PROMPT.*|HOSTNAME|MAIL|HIST.*|LESS.*|LS_COLORS"
     r"|(TERM|TMUX|KITTY|VTE|KONSOLE|GNOME|ITERM|LC_TERMINAL|VSCODE|WT|ALACRITTY|ZELLIJ)(_.*)?"
     r"|COLORTERM|COLUMNS|LINES|WINDOW(ID)?|STY|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY"
@@ -41,7 +41,7 @@ PASSING = re.compile(
 
 
 class Verdict(NamedTuple):
-    """The flags of a call of ab.py that change its verdicts, but not what is run."""
+    """The flags of ab.py that affect verdicts, but not what is run."""
 
     margin: float
     ignore_key: list[str]
@@ -49,28 +49,29 @@ class Verdict(NamedTuple):
     is_like_with_like: bool  # A was compared with itself
 
     def write(self, out: Path) -> None:
-        """Into the folder of the call, for report.py."""
+        """Write them to the folder of the call, where report.py reads them."""
         (out / VERDICT).write_text(json.dumps(self._asdict()) + "\n")
 
 
 def lines_of_files(name: str, text: str, variables: Mapping[str, str]) -> list[str]:
-    """A line for each file that a command names, with a hash of its content.
+    """One line per file that a command names, with a hash of its content.
 
-    name: of the command. text: the command, as a shell takes it. variables: that are set for it.
+    name: the name of the command. text: the command, as written in a shell. variables: the
+    environment variables that are set for it.
     """
     files = files_of(text, os.environ | variables)
     return [f"{FILE}{name}: {state_of(file)} {shown(label)}" for label, file in files.items()]
 
 
 def lines_of_variables(environ: Mapping[str, str]) -> list[str]:
-    """A line for each inherited variable that may change what a command does.
+    """One line per inherited variable that may affect a command.
 
-    Repeated entries of PATH are dropped; the order of the others counts.
+    Repeated entries of PATH are dropped; the order of its entries matters.
     """
     kept = {
         name: environ[name]
         for name in sorted(environ)
-        if not PASSING.fullmatch(name) and not environ[name].startswith(ADDRESS)
+        if not TRANSIENT.fullmatch(name) and not environ[name].startswith(ADDRESS)
     }
     if "PATH" in kept:
         kept["PATH"] = os.pathsep.join(dict.fromkeys(kept["PATH"].split(os.pathsep)))
@@ -82,10 +83,11 @@ def lines_of_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def files_of(text: str, environ: Mapping[str, str]) -> dict[str, Path]:
-    """The files that a command names: those among its words, programs on PATH, interpreters of
-    scripts, and the local modules of Python scripts, of `-m MODULE` and of MODULE:FUNCTION.
+    """The files that a command names, by the name that is used in messages.
 
-    A file's name in messages -> the file. The command may be `env -C FOLDER ...` or a shell's -c.
+    These are files among its arguments, programs on PATH, interpreters of scripts, and the local
+    modules of Python scripts, of `-m MODULE` and of MODULE:FUNCTION. The command may begin with
+    `env -C FOLDER`, or be a script for a shell's -c.
     """
     words = list(split(text))
     before = ["", *words]
@@ -106,17 +108,19 @@ def files_of(text: str, environ: Mapping[str, str]) -> dict[str, Path]:
 
 
 def split(text: str) -> Iterator[str]:
-    """The words of a command; those of a shell's -c '...' as well."""
+    """The words of a command, including those of a shell's -c '...'."""
     for word in shlex.split(text):
         yield word
         if any(letter.isspace() for letter in word):
-            with contextlib.suppress(ValueError):  # an unmatched quote: it is no command
+            with contextlib.suppress(ValueError):  # an unmatched quote: it is not a command
                 yield from shlex.split(word)
 
 
 def paths_of(word: str, bases: Sequence[str], path: str | None) -> dict[str, Path]:
-    """The regular files that a word names in these folders, the last of which counts only if no
-    other one has the file; else the program on PATH."""
+    """The regular files that a word names in these folders, or the program on PATH.
+
+    The last folder, which is the working directory, counts only if no other folder has the file.
+    """
     if word.startswith("-"):
         return {}
     *inner, here = [os.path.join(base, word) for base in bases]
@@ -132,7 +136,7 @@ def paths_of(word: str, bases: Sequence[str], path: str | None) -> dict[str, Pat
 def files_behind(
     label: str, path: Path, python_path: Sequence[str], search: str | None
 ) -> dict[str, Path]:
-    """A file, the interpreters that its first line names, and a Python script's local modules."""
+    """A file, the interpreters in its first line, and the local modules of a Python script."""
     files = {label: path}
     words = shebang(path)
     for word in words:
@@ -151,7 +155,7 @@ def files_behind(
 
 
 def shebang(path: Path) -> list[str]:
-    """The words of a script's first line behind #!; [] for another file."""
+    """The words after #! in the first line of a script; [] for any other file."""
     try:
         with path.open("rb") as file:
             first = file.readline(200)
@@ -161,23 +165,23 @@ def shebang(path: Path) -> list[str]:
 
 
 def state_of(path: Path) -> str:
-    """What changes with a file's content: a hash, of a very large file its size and time."""
+    """A text that changes with the content: a hash; for a very large file, size and time."""
     try:
         state = path.stat()
     except OSError:
         return "gone"
-    if state.st_size > HASHED:
+    if state.st_size > MAX_HASHED:
         return f"{state.st_size}@{state.st_mtime_ns}"
     return of_file(path) or "unreadable"
 
 
 def is_code(path: Path) -> bool:
-    """Whether a file is a program, and no data that the command may write."""
+    """Whether a file is a program, as opposed to data that the command may write."""
     return path.suffix in (".py", ".sh") or os.access(path, os.X_OK) or bool(shebang(path))
 
 
-def edited(plan: Path, name: str, text: str, variables: Mapping[str, str]) -> list[str]:
-    """The programs of a command that have changed since its plan was written."""
+def edited_programs(plan: Path, name: str, text: str, variables: Mapping[str, str]) -> list[str]:
+    """The programs of a command that have changed since the plan was written."""
     before = states_of_files(read_lines(plan))
     files = files_of(text, os.environ | variables)
     return [
@@ -192,7 +196,7 @@ def read_lines(plan: Path) -> list[str]:
 
 
 def states_of_files(lines: Iterable[str]) -> dict[tuple[str, str], str]:
-    """The files of a plan: the name of the command and that of the file -> its state."""
+    """The files of a plan: (name of the command, name of the file) -> state of the file."""
     states = {}
     for line in lines:
         if line.startswith(FILE):
@@ -207,18 +211,18 @@ def variables_in(lines: Iterable[str]) -> dict[str, str]:
     return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def misfit(before: Sequence[str], now: Sequence[str]) -> str:
-    """In what a call differs from the plan of its folder; "" if it is the same call.
+def why_different(before: Sequence[str], now: Sequence[str]) -> str:
+    """How a call differs from the plan of its folder; "" if it is the same call.
 
-    A file that was not there when the plan was written does not count: a command may have made it.
+    A file that is not in the plan is ignored, because a command may have created it.
     """
     had = [line for line in before if not line.startswith((FILE, INHERITED))]
     has = [line for line in now if not line.startswith((FILE, INHERITED))]
     lacking = [line for line in has if line not in had]
     if lacking:
-        return f"it lacks {'; '.join(lacking)}"
+        return f"its plan lacks {'; '.join(lacking)}"
     if had != has:
-        return "it has more commands"
+        return "its plan has more commands"
     then, today = states_of_files(before), states_of_files(now)
     parts = [
         f"{file[1]} {'has changed' if file in today else 'is gone'}"

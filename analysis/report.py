@@ -6,22 +6,23 @@
 #     "jinja2>=3.1"
 # ]
 # ///
-"""One page from any reports: the comparison of two sides, answers, figures, tables, environment.
+"""Write an HTML page about reports: comparison, answers, figures, tables and environment.
 
-Of a folder of ab.py, or of BASE and --test TEST, the page begins with the comparison: what was
-compared, the verdict of each case with ratio and interval, a plot of all runs, what differs in the
-environments, and what disturbed the runs. Verdicts and numbers are those of ab.py and compare.py.
+For a folder of ab.py, or for BASE and --test TEST, the page begins with the comparison: what was
+compared, the verdict on each case with its ratio and interval, a plot of all runs, the differences
+between the environments, and the load during each run. Verdicts and numbers are those that ab.py
+and compare.py print.
 
-The page is a single HTML file. It loads nothing from the network and runs no script. Light or dark
-follows the browser's setting. Reports of the same benchmark share figures and tables. A new script
-needs no change here: the page has its metrics as tables, and the time of each case with its
+The page is a single HTML file without scripts, and it loads nothing from the network. Light or dark
+mode follows the browser's setting. Reports of the same benchmark share figures and tables. New
+scripts need no changes here: all their metrics appear in tables, and the time of each case with its
 interval.
 
     python analysis/report.py report.jsonl -o report.html
     python analysis/report.py OUT-OF-AB -o report.html
     python analysis/report.py base/ --test test/ -o report.html
 
-Everything in a report is shown as text, and nothing of it is executed. BSD-3-Clause.
+The contents of a report are escaped: they are shown as text and never executed. BSD-3-Clause.
 """
 
 import argparse
@@ -58,18 +59,19 @@ FRACTIONS = (
     *("_rel", "efficiency", "overlap", "mfu", "spread"),
     *("cost", "share", "_idle", "_idle_theory"),
 )
-DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # the last columns
-SPREAD = 1000  # a column whose numbers differ by more has a unit in each cell
-NOTHING = argparse.Namespace(  # flags of a page without --test
+DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # metrics in the last columns
+SPREAD = 1000  # if the numbers of a column differ by a larger factor, each cell has its own unit
+NOTHING = argparse.Namespace(  # the flags of a page without --test
     test=[], measure=None, margin=None, ignore_key=[], allow_disturbed=False
 )
-MOST_OF_TITLE = 60  # characters, for the names of benchmarks, or of machines
+MOST_OF_TITLE = 60  # maximum number of characters for the benchmarks or machines in a title
 
 
 def summary(runs: Sequence[Run]) -> Section:
-    """What the scripts say, what disturbed them, what each report holds, and why cases failed."""
+    """The answers of the scripts, disturbances, the contents of each report, and failed cases."""
     heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
-    reports = Table("What was measured", (*heads, "others' CPU use"), [], {})
+    cpu = "CPU use by other processes"
+    reports = Table("What was measured", (*heads, cpu), [], {})
     answers = Table("Answers", ("report", "answer"), [], {})
     failures = Table("Failed cases", ("report", "case", "reason"), [], {})
     section = Section("Reports", [reports])
@@ -94,9 +96,9 @@ def summary(runs: Sequence[Run]) -> Section:
         section.tables.append(failures)
     if disturbed := [f"{run.label} ({load_text(run)})" for run in runs if is_disturbed(run)]:
         what = "Other processes used more than a tenth of the cores, so times may be too long"
-        section.loud.append(f"{what}: {cut(disturbed)}")
-    section.loud += [f"No evidence in a comparison: {why}" for why in by_reason(unfit(runs))]
-    section.loud += warnings(runs)
+        section.warnings.append(f"{what}: {cut(disturbed)}")
+    section.warnings += [f"Not used in comparisons: {why}" for why in by_reason(unfit(runs))]
+    section.warnings += warnings(runs)
     return section
 
 
@@ -110,7 +112,7 @@ def title_of(runs: Sequence[Run]) -> str:
 
 
 def few(names: Iterable[str], noun: str) -> str:
-    """`ddp_sweep, collectives`, or `13 benchmarks` if they would make a title too long."""
+    """`ddp_sweep, collectives`, or `13 benchmarks` if the names are too long for a title."""
     once = list(dict.fromkeys(names))
     text = ", ".join(once)
     return text if len(once) == 1 or len(text) <= MOST_OF_TITLE else f"{len(once)} {noun}"
@@ -131,20 +133,20 @@ def where(run: Run) -> str:
 
 
 def environment(runs: Sequence[Run]) -> Section:
-    """What the reports were measured on. A field has a row for each of its values."""
+    """The environments of the reports. A field has one row for each of its values."""
     columns = []
     for run in runs:
         commands = [run.argv, *(run.part_entry(part, "argv") or () for part in parts_of(run))]
-        command = show.list_once(" ".join(str(word) for word in words) for words in commands)
+        command = show.join_distinct(" ".join(str(word) for word in words) for words in commands)
         columns.append({"command": command} | describe_environment(run))
     names = dict.fromkeys(name for column in columns for name in column)
-    names.pop("topologies", None)  # a page of text for each node
+    names.pop("topologies", None)  # a page of text per node
     rows, differ = [], {}
     differing = 0
     for name in names:
-        if name.startswith("variables.TORCHELASTIC_"):  # torchrun sets them for itself
+        if name.startswith("variables.TORCHELASTIC_"):  # internal variables of torchrun
             continue
-        reports: dict[str, list[str]] = {}  # value -> those that have it
+        reports: dict[str, list[str]] = {}  # value -> labels of the reports that have it
         for run, column in zip(runs, columns, strict=True):
             reports.setdefault(column.get(name, "-"), []).append(run.label)
         if len(reports) == 1:
@@ -160,14 +162,14 @@ def environment(runs: Sequence[Run]) -> Section:
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
-    """Where the hardware of a benchmark's reports, or of a report's nodes, differs."""
+    """Warnings: hardware that differs between reports or nodes, and reports that were resumed."""
     lines = []
     for name, same in by_benchmark(runs).items():
         differing = differences(same[:1], same[1:]) if len(same) > 1 else []
         fields = [difference.field for difference in differing if difference.hardware]
         if fields:
             what = f"The hardware of the {name} reports differs ({', '.join(fields)})"
-            lines.append(f"{what}: they do not compare one program with another.")
+            lines.append(f"{what}, so differences between them are not differences of programs.")
     for run in runs:
         if resumed := resumed_text(run):
             lines.append(f"{run.label} was resumed: {resumed}.")
@@ -177,7 +179,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def time_of_step(row: Row) -> dict[str, Any]:
-    """The median of a case's step with its interval, where none of its metrics is about it."""
+    """The median of a case's step with its interval, unless one of its metrics already is it."""
     step = row.measure.replace(" ", "_")
     has_name = any(name.startswith(step) for name in row.metrics)
     if not len(row.times_s) or has_name:
@@ -189,22 +191,22 @@ def time_of_step(row: Row) -> dict[str, Any]:
 
 
 def benchmark(runs: Sequence[Run]) -> Section:
-    """Every number of every case, a table for each title. New metrics, and new scripts, get
-    columns."""
+    """Every number of every case, with one table per title. Columns follow from the metrics, so
+    that new metrics and scripts need no changes."""
     cases: dict[str, list[tuple[Run, Row]]] = {}
     for run in runs:
         for row in run.rows.values():
             cases.setdefault(row.table, []).append((run, row))
     tables = [table_of(title, of_title, len(runs) > 1) for title, of_title in cases.items()]
-    quiet = [f"In all cases: {alike_in_all(rows_of(runs)) or 'nothing'}."]
+    details = [f"In all cases: {alike_in_all(rows_of(runs)) or 'nothing'}."]
     if any("step_p50_s" in row.metrics for row in rows_of(runs)):
         what = "geometric means over rounds of block medians"
-        quiet.append(f"Times are {what}, and ratios their quotients; p50 to p99 are percentiles.")
-    return Section(runs[0].benchmark, tables, quiet=quiet, figures=partial(draw, runs))
+        details.append(f"Times are {what}, and ratios their quotients; p50 to p99 are percentiles.")
+    return Section(runs[0].benchmark, tables, details=details, figures=partial(draw, runs))
 
 
 def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) -> Table:
-    """The metrics of cases; a row a metric where these are far more than the cases."""
+    """The metrics of cases. If there are far more metrics than cases, a row is a metric."""
     names = []
     for run, row in cases:
         failed = " (failed)" if row.failed else ""
@@ -212,7 +214,7 @@ def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) ->
         names.append(f"{row.name}{failed}{place}" + (f", {run.label}" if has_reports else ""))
     metrics = [values_of({} if row.failed else row.metrics) for _, row in cases]
     columns = [column(name, metrics) for name in names_of_metrics(metrics)]
-    title = title.removeprefix("# ") or "Metrics"  # as collectives.py prints it
+    title = title.removeprefix("# ") or "Metrics"  # collectives.py prints titles with `# `
     rows = [[head, *cells] for head, cells in columns]
     if len(columns) > 2 * len(cases):
         return Table(title, ["", *names], rows, {}, 1)
@@ -222,14 +224,14 @@ def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) ->
 
 
 def names_of_metrics(metrics: Sequence[dict[str, Value]]) -> list[str]:
-    """The metrics that get a column: estimates first, details last."""
+    """The names of all metrics: first estimates, last details."""
     names = dict.fromkeys(name for of_case in metrics for name in of_case)
     estimated = {n for of_case in metrics for n, x in of_case.items() if isinstance(x, Estimate)}
     return sorted(names, key=lambda name: (name.endswith(DETAILS), name not in estimated))
 
 
 def alike_in_all(cases: Sequence[Row]) -> str:
-    """The entries of the keys that all cases share."""
+    """The entries that the keys of all cases have in common."""
     if not cases:
         return ""
     words = []
@@ -240,8 +242,11 @@ def alike_in_all(cases: Sequence[Row]) -> str:
 
 
 def column(name: str, metrics: Sequence[dict[str, Value]]) -> tuple[str, list[str]]:
-    """A metric's head and its cells, with their intervals. The unit stands in the head; in each
-    cell where a column has small and large numbers, as of messages from 8 bytes to 1 GiB."""
+    """The header of a metric and its cells, with intervals.
+
+    The unit is in the header, or in each cell if the values differ by a large factor, such as for
+    messages from 8 bytes to 1 GiB.
+    """
     ending, unit = show.unit_of(name)
     head = f"_{name}".removesuffix(ending).replace("_per_s_", "/s_").replace("_", " ").strip()
     values = [of_case.get(name, "-") for of_case in metrics]
@@ -264,7 +269,7 @@ def column(name: str, metrics: Sequence[dict[str, Value]]) -> tuple[str, list[st
 
 
 def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
-    """A value, and the ends of its interval if it was estimated, all times `factor`."""
+    """A value, with its interval if it was estimated. All numbers are multiplied by `factor`."""
     if isinstance(value, str):
         return value
     if unit == "bytes":
@@ -280,13 +285,15 @@ def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
 def sections_of(
     paths: Sequence[str], given: argparse.Namespace = NOTHING
 ) -> tuple[str, list[Section]]:
-    """The title of a page about these reports, and its parts; comparisons come first. given: flags
-    of the comparison; its `test` are the reports of the other side."""
+    """The title of a page about these reports, and its sections. Comparisons come first.
+
+    given: flags of the comparison; `given.test` are the reports of the other side.
+    """
     folders = [] if given.test else [read_folder(word) for word in paths if is_folder(word)]
     words = [word for word in paths if given.test or not is_folder(word)]
     words += [path for folder in folders for path in folder.reports()]
     if not words:
-        raise ValueError(f"there is no report in {paths[0]} yet")
+        raise ValueError(f"there are no reports in {paths[0]} yet")
     runs = load([*words, *given.test], given.measure)
     names = [f"{folder.path}/{name}" for folder in folders for name in folder.commands]
     texts = [text for folder in folders for text in folder.commands.values()]
@@ -297,9 +304,9 @@ def sections_of(
         shown = {name: commands[f"{folder.path}/{name}"] for name in folder.commands}
         try:
             first += compare_folder(folder, given, runs, shown)
-        except ValueError as error:  # the reports are worth a page
+        except ValueError as error:  # a page about the reports is still useful
             why = f"The commands cannot be compared: {error}"
-            first.append(Section(folder.path.name, [], loud=[why]))
+            first.append(Section(folder.path.name, [], warnings=[why]))
     for row in rows_of(runs):
         row.metrics = time_of_step(row) | row.metrics
     middle = [benchmark(same) for same in by_benchmark(runs).values()]
@@ -316,22 +323,22 @@ def sections_of(
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    reports = "reports, folders of reports or of ab.py, or patterns; with --test they are BASE"
+    reports = "reports, folders of reports or of ab.py, or patterns; with --test, these are BASE"
     add("reports", nargs="+", metavar="REPORT", help=reports)
-    add("-o", "--output", metavar="PAGE.html", help="the page to write")
+    add("-o", "--output", metavar="PAGE.html", help="path of the page")
     add_side_flags(parser)
     add_design_flags(parser)
-    parser.set_defaults(margin=None)  # that of ab.py in its folders
+    parser.set_defaults(margin=None)  # folders of ab.py have their own margin
     args = parser.parse_args()
     if args.output is None:
         refuse("expected a page to write, e.g. -o report.html")
     for flag in ("paired", "interleaved", "measure"):
         if getattr(args, flag) and not args.test:
-            refuse(f"--{flag} needs --test: it is about two sides, e.g. base/ --test test/")
+            refuse(f"--{flag} requires --test, e.g. base/ --test test/")
     for flag in ("margin", "ignore-key", "allow-disturbed"):
         value = getattr(args, flag.replace("-", "_"))
         if value and not args.test and not any(map(is_folder, args.reports)):
-            refuse(f"--{flag} needs two sides: --test, or a folder of ab.py")
+            refuse(f"--{flag} requires two sides: --test, or a folder of ab.py")
     return args
 
 

@@ -1,4 +1,4 @@
-"""How cases, metrics and times are named and printed, alike in all of analysis/."""
+"""Formatting of cases, metrics and times, and errors of one line, for all scripts of analysis/."""
 
 import io
 import json
@@ -12,14 +12,14 @@ import tabulate
 
 from common.cli import abandon, cut, refuse, show_size
 
-SIZES = {  # of the units of a kind, in the one that metrics have
+SIZES = {  # of units: by the unit that metrics have, those in which they are shown
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
     "GB/s": {"GB/s": 1.0, "MB/s": 1e-3, "kB/s": 1e-6},
     "MB/s": {"GB/s": 1e3, "MB/s": 1.0, "kB/s": 1e-3},
     "1/s": {"G": 1e9, "M": 1e6, "": 1.0},
 }
 DAMAGE = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-# what the name of a metric ends in -> its unit; the first end that fits counts
+# suffix of a metric's name -> its unit; the first match counts
 UNITS_BY_END = {
     "_gb_per_s": "GB/s",
     "_mb_per_s": "MB/s",
@@ -31,7 +31,7 @@ UNITS_BY_END = {
 
 
 def canonical(key: dict[str, Any]) -> str:
-    """The key as text, equal for equal keys."""
+    """The key as text. Equal keys have equal texts."""
     return json.dumps(key, sort_keys=True)
 
 
@@ -39,20 +39,21 @@ def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def list_once(texts: Iterable[str]) -> str:
-    """`resnet18, resnet50`: each text once, in the order in which they come."""
+def join_distinct(texts: Iterable[str]) -> str:
+    """`resnet18, resnet50`: the distinct texts, in order of appearance."""
     return ", ".join(dict.fromkeys(texts))
 
 
 def clean(text: Any, limit: int = 200) -> str:
-    """Printable text on one line. A report may hold anything, and a terminal should not see it."""
+    """The text on one line, without control characters: a report may contain anything, and a
+    terminal must not interpret it."""
     words = "".join(c if c.isprintable() else " " for c in str(text))
     return words if len(words) <= limit else words[: limit - 3] + "..."
 
 
 def show_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: Sequence[int]) -> str:
-    """A table for a terminal. right: columns of numbers, aligned to the right."""
-    tabulate.MIN_PADDING = 0  # or each header gets two blanks
+    """A table for a terminal. right: the columns that are aligned to the right."""
+    tabulate.MIN_PADDING = 0  # by default, headers are padded by two blanks
     heads = [clean(cell) for cell in header]
     cells = [list(map(clean, row)) for row in rows]
     align = ["right" if column in right else "left" for column in range(len(header))]
@@ -61,9 +62,9 @@ def show_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: Sequ
 
 
 def put(text: str) -> None:
-    """Print a result. Where stdout is gone or full, say so in one line and end with status 1."""
+    """Print a result. If stdout is closed or full, print one line and exit with status 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal of ASCII cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are limited to ASCII
     try:
         print(text, flush=True)
     except OSError as error:
@@ -72,12 +73,12 @@ def put(text: str) -> None:
 
 
 class Unit(NamedTuple):
-    ending: str  # of the names of its metrics
+    ending: str  # suffix of the metric's name
     name: str
 
 
 def unit_of(metric: str) -> Unit:
-    """The unit that the end of a metric's name tells; empty where it tells none."""
+    """The unit given by the suffix of a metric's name; empty if it has none."""
     for ending, name in UNITS_BY_END.items():
         if f"_{metric}".endswith(ending):
             return Unit(ending, name)
@@ -85,7 +86,7 @@ def unit_of(metric: str) -> Unit:
 
 
 def scaled_unit(unit: str, values: Iterable[float]) -> tuple[str, float]:
-    """The unit in which the largest value is easily read, and what values in `unit` are times."""
+    """A unit that suits the largest value, and the factor that converts values to it."""
     sizes = SIZES.get(unit, {unit: 1.0})
     largest = max(map(abs, values), default=1)
     for name, size in sizes.items():
@@ -95,7 +96,7 @@ def scaled_unit(unit: str, values: Iterable[float]) -> tuple[str, float]:
 
 
 def show_number(value: float) -> str:
-    """Four digits that count, and no exponent unless there were many zeros."""
+    """Format with four significant digits, without an exponent where possible."""
     if abs(value) < 1e4:
         return f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.2g}"
     return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.4g}"
@@ -107,7 +108,7 @@ def show_time(seconds: float) -> str:
 
 
 def show_value(name: str, value: Any) -> str:
-    """An entry of a key with its name: `dtype fp32`, `bucket size 25 MB`, `ddp: no`."""
+    """Format an entry of a key: `dtype fp32`, `bucket size 25 MB`, `ddp: no`."""
     words = name.replace("_", " ")
     if value is None or isinstance(value, bool):
         return f"{words}: {'none' if value is None else 'yes' if value else 'no'}"
@@ -120,12 +121,12 @@ def show_value(name: str, value: Any) -> str:
 
 @contextmanager
 def one_line(paths: Sequence[str]) -> Iterator[None]:
-    """End with status 2 and one line for a mistake of the user, or for whatever a damaged report
-    raises. paths: the reports."""
+    """Exit with status 2 and a message of one line after a user's mistake, or after any error that
+    a damaged report causes. paths: the reports."""
     try:
         yield
     except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
     except DAMAGE as error:
         what = f"{type(error).__name__}: {clean(error)}"
-        refuse(f"{clean(cut(paths), 500)}: an entry is not what a script writes ({what})")
+        refuse(f"{clean(cut(paths), 500)}: an entry does not have the expected form ({what})")

@@ -1,7 +1,7 @@
-"""Step times from the text of any log: `--step PATTERN` of compare.py and ab.py.
+"""Step times from the logs of any program: `--step PATTERN` of compare.py and ab.py.
 
-A regular expression finds a number in each line that reports a step: a time or a rate. A log is a
-run, and its time is the median of these numbers. The log does not have to be one of this project.
+A regular expression finds a number, a time or a rate, in each line that reports a step. A log is a
+run, and its time is the median of these numbers.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.load import LAST_DIGIT, STEP, Run, find, index, loads_beside, refuse_impossible, timed
+from analysis.load import LAST_DIGIT, STEP, Run, check_times, find, index, loads_from_file, timed
 from analysis.show import clean, is_number
 from common.cli import number, wrong
 from common.report import Case, Report
@@ -23,27 +23,27 @@ from common.stats import median
 
 EXAMPLE = r"e.g. --step 'elapsed time per iteration \(ms\): ([\d.]+)'"
 BENCHMARK = "log"
-ENDINGS = (".log", ".txt", ".out", ".err")  # of logs in a folder
+ENDINGS = (".log", ".txt", ".out", ".err")  # suffixes of logs in a folder
 RATE = "1/s"
 SECONDS = {"ms": 1e-3, "s": 1.0}
-BY_GROUP = {"ms": "ms", "s": "s", "rate": RATE}  # unit of a group with such a name
-# Colours and cursor movements of a terminal, and titles of its window
+BY_GROUP = {"ms": "ms", "s": "s", "rate": RATE}  # name of a group -> its unit
+# terminal control sequences: colours, cursor movements, window titles
 CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-# a progress bar that is drawn again begins with a carriage return
+# A progress bar is redrawn after a carriage return
 NEW_LINE = re.compile(r"\r\n|\r|\n")
 GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][+-]?\d+)?")  # 12,345.6
-# What stands right after a group that ends within a number, and right before one that begins there
-GOES_ON = re.compile(r"\d+|\.\d+|[eE][+-]?\d+|,\d{3}(?!\d)")
-BEGAN = re.compile(r"(?:\d[\d,]*\.|\d+|\d,)$")
+# The rest of a number directly after a group that ends within it, and its beginning before a group
+CONTINUATION = re.compile(r"\d+|\.\d+|[eE][+-]?\d+|,\d{3}(?!\d)")
+BEGINNING = re.compile(r"(?:\d[\d,]*\.|\d+|\d,)$")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Where a log has the times of steps, and in which unit."""
+    """How to find the times of steps in a log."""
 
     pattern: re.Pattern[str]
-    unit: str  # of a group whose name is none of BY_GROUP: ms, s or 1/s
-    skip: int = 0  # number of matches at the beginning of a log that do not count
+    unit: str  # ms, s or 1/s; unit of the groups that are not named as in BY_GROUP
+    skip: int = 0  # number of matches to ignore at the beginning of a log
 
     @property
     def measure(self) -> str:
@@ -52,12 +52,12 @@ class Steps:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As lines of a plan."""
+        """The settings as entries of a plan."""
         return {"step": repr(self.pattern.pattern), "unit": self.unit, "skip": self.skip}
 
 
 class Found(NamedTuple):
-    """The times in a log, in seconds, and how finely they were printed."""
+    """The times in a log, in seconds, and the resolution with which they were printed."""
 
     times_s: list[float]
     last_digit: float  # one unit of the last digit / the median number
@@ -67,13 +67,13 @@ class Found(NamedTuple):
 
 
 def add_step_flags(parser: argparse.ArgumentParser, where: str) -> None:
-    """where: what the numbers are read from, for the help."""
+    """Add --step, --skip and --unit. where: the source of the numbers, for the help text."""
     add = parser.add_argument
-    step = f"a regular expression with one group, to find step times or rates in {where}"
+    step = f"regular expression with one group, which finds step times or rates in {where}"
     add("--step", type=pattern, metavar="PATTERN", help=step)
-    skip = "leave out the first N matches of each log (default: 0)"
+    skip = "ignore the first N matches in each log (default: 0)"
     add("--skip", type=number(int, 0), metavar="N", help=skip)
-    unit = "unit of the numbers; 1/s is a rate (default: ms if the pattern has the word ms)"
+    unit = "unit of the numbers; 1/s for rates (default: ms if the pattern contains the word ms)"
     add("--unit", choices=(*SECONDS, RATE), help=unit)
 
 
@@ -96,23 +96,23 @@ def units_of(compiled: re.Pattern[str], unit: str) -> list[str]:
 
 
 def steps_of(args: argparse.Namespace, others: Mapping[str, Any]) -> Steps | None:
-    """What the flags say; None without --step. Raises ValueError if they do not fit together.
+    """The settings given by the flags; None without --step. Raises ValueError if they conflict.
 
     others: flags that cannot be used with --step, and their values.
     """
     if args.step is None:
         for flag, value in (("--skip", args.skip), ("--unit", args.unit)):
             if value is not None:
-                raise ValueError(f"{flag} is about --step, which is missing; {EXAMPLE}")
+                raise ValueError(f"{flag} requires --step; {EXAMPLE}")
         return None
     for flag, value in others.items():
         if value:
-            raise ValueError(f"{flag} is about reports, and cannot be used with --step")
+            raise ValueError(f"{flag} applies to reports, and cannot be used with --step")
     text = args.step.pattern
     lacks_unit = "" in units_of(args.step, "")
     if args.unit and not lacks_unit:
         what = f"--unit {args.unit} cannot be used with {text!r}"
-        raise ValueError(f"{what}, whose groups have the names of units")
+        raise ValueError(f"{what}, whose groups are named after their units")
     unit = args.unit or ("ms" if re.search(r"\bms\b", text) else "")
     if lacks_unit and not unit:
         what = f"--unit: expected the unit of the numbers in {text!r}, ms, s or 1/s (a rate)"
@@ -124,8 +124,8 @@ def steps_of(args: argparse.Namespace, others: Mapping[str, Any]) -> Steps | Non
 
 
 def times_of(content: bytes, steps: Steps, path: str) -> Found:
-    """The times in a log. Raises ValueError with one line if a match is no number above 0, or if no
-    match is left."""
+    """The times in a log. Raises ValueError with a message of one line if a match is not a number
+    above 0, or if there are no matches."""
     units = units_of(steps.pattern, steps.unit)
     text = CODES.sub("", content.decode(errors="replace"))
     lines = NEW_LINE.split(text)
@@ -147,8 +147,8 @@ def times_of(content: bytes, steps: Steps, path: str) -> Found:
             last_digits[unit].append(last_digit)
     if not times_s:
         raise ValueError(why_empty(steps, path, lines, count))
-    refuse_impossible(times_s, path, steps.measure)
-    # 0.4 may be 0.40: the finest number tells how they are printed
+    check_times(times_s, path, steps.measure)
+    # 0.4 may stand for 0.40: the number with the most digits shows the resolution
     shares = [min(last_digits[unit]) / float(np.median(numbers[unit])) for unit in numbers]
     return Found(times_s, max(shares))
 
@@ -164,30 +164,33 @@ def why_empty(steps: Steps, path: str, lines: Sequence[str], count: int) -> str:
 
 
 def only_group(match: re.Match[str], where: str) -> int:
-    """The group that has taken a part in the match. Raises ValueError if it is not exactly one."""
+    """The only group that took part in the match. Raises ValueError if there is not exactly one."""
     taken = [group for group in range(1, match.re.groups + 1) if match[group] is not None]
     if len(taken) != 1:
         what = f"{where}: expected one group of --step to match, got {len(taken)}"
-        raise ValueError(f"{what} in {clean(match[0])!r}; e.g. (?:...) for the others")
+        raise ValueError(f"{what} in {clean(match[0])!r}; e.g. (?:...) for the other groups")
     return taken[0]
 
 
 def number_in(match: re.Match[str], group: int, where: str) -> tuple[float, float]:
-    """The number in a group, and one unit of its last digit. Raises ValueError if it is no number
-    above 0, or only a part of one: `6` of `6,123`, `1.2` of `1.2e-05`."""
-    taken = match[group].strip().rstrip(".,;:")  # the end of a sentence
+    """The number in a group, and one unit of its last digit.
+
+    Raises ValueError if it is not a number above 0, or if it is only a part of a number: `6` of
+    `6,123`, `1.2` of `1.2e-05`.
+    """
+    taken = match[group].strip().rstrip(".,;:")  # punctuation
     start, end = match.span(group)
     line = match.string
     if taken[-1:].isdigit() and match.end() == end:
-        more = GOES_ON.match(line, end)
+        more = CONTINUATION.match(line, end)
         # 1.5,125 is a list of numbers, and 1,234,567 is one number
         has_more = more and (more[0][0] != "," or re.fullmatch(r"\d{1,3}(,\d{3})*", taken))
         if more and has_more:
-            part_of_number(where, taken, match[group] + more[0])
+            refuse_part(where, taken, match[group] + more[0])
     if taken[:1].isdigit() and match.start() == start:
-        before = BEGAN.search(line, 0, start)
+        before = BEGINNING.search(line, 0, start)
         if before and (before[0][-1] != "," or re.match(r"\d{3}(?!\d)", taken)):
-            part_of_number(where, taken, before[0] + match[group])
+            refuse_part(where, taken, before[0] + match[group])
     digits = taken.replace(",", "") if GROUPED.fullmatch(taken) else taken
     try:
         value = float(digits)
@@ -200,7 +203,7 @@ def number_in(match: re.Match[str], group: int, where: str) -> tuple[float, floa
     return value, 10.0 ** (int(exponent or 0) - decimals)
 
 
-def part_of_number(where: str, got: str, whole: str) -> None:
+def refuse_part(where: str, got: str, whole: str) -> None:
     what = f"{where}: expected a group around the whole number {clean(whole)!r}, got {got!r}"
     raise ValueError(rf"{what}; e.g. ([\d.,e+-]+)")
 
@@ -209,7 +212,7 @@ def part_of_number(where: str, got: str, whole: str) -> None:
 
 
 def case_of(found: Found, steps: Steps) -> Case:
-    """A log as the case of a report."""
+    """A log as a case of a report."""
     key = {"step": steps.pattern.pattern}
     case = Case(key=key, name=STEP, ranks=[0], samples_s={steps.measure: [found.times_s]})
     case.metrics = {"step_s": median(found.times_s), LAST_DIGIT: found.last_digit}
@@ -218,8 +221,10 @@ def case_of(found: Found, steps: Steps) -> Case:
 
 
 def load_logs(words: Sequence[str], steps: Steps) -> list[Run]:
-    """A run for each log that paths, folders and patterns name, in this order. Raises ValueError
-    with one line."""
+    """One run per log that the paths, folders and patterns name, in this order.
+
+    Raises ValueError with a message of one line.
+    """
     runs = [read_log(path, steps) for path in find(words, ENDINGS)]
     counts = sorted({len(row.times_s) for run in runs for row in run.rows.values()})
     noun = "match" if counts[-1:] == [1] else "matches"
@@ -240,7 +245,7 @@ def read_log(path: str, steps: Steps) -> Run:
     case = case_of(times_of(content, steps, path), steps)
     run = Run(BENCHMARK, {}, path, argv=[], started_at="", status="complete", label=path)
     run.digest = hashlib.sha256(content).hexdigest()
-    run.loads = loads_beside(path)
+    run.loads = loads_from_file(path)
     index(run, [timed(case, None)], "")
     return run
 
@@ -248,8 +253,11 @@ def read_log(path: str, steps: Steps) -> Run:
 def write_report(
     path: str, log: str, steps: Steps, argv: Sequence[str], started_at: str | None
 ) -> None:
-    """Write the report of a command that has only written a log. Raises ValueError with one line if
-    the log has no step times, and OSError if the disk is full."""
+    """Write a report from the log of a command.
+
+    Raises ValueError with a message of one line if the log has no step times, and OSError if the
+    disk is full.
+    """
     with open(log, "rb") as file:
         case = case_of(times_of(file.read(), steps, log), steps)
     report = Report(BENCHMARK, {}, path, argv=list(argv))

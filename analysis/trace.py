@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Where does the time of a step go? From Kineto traces, as torch.profiler writes them.
+"""Where does the time of a training step go? Analyzes the Kineto traces of torch.profiler.
 
     python analysis/trace.py traces/CASE-rank*.json.gz
     python analysis/trace.py profile_traces/iteration_10 -o step.png
     python analysis/trace.py profile_traces/iteration_10 --against collectives.jsonl
 
-computing      a kernel of the GPU runs; in a trace without kernels, an operator on the CPU
-communication  a kernel that communicates runs, of NCCL for instance, or an operation of gloo
-exposed        communication runs, and nothing computes
-both           communication and computing run at once
-idle           neither runs: the GPU copies or waits for the host, or Python runs
+computing      a GPU kernel runs; in a trace without GPU kernels, an operator on the CPU
+communication  a communication kernel runs, such as those of NCCL, or an operation of gloo
+exposed        communication runs while nothing computes
+both           communication and computing run concurrently
+idle           neither runs: the GPU copies or waits for the host, or Python code runs
 
-Traces of several ranks of a job show which rank the others wait for, and how fast the collectives
-are without the waiting. See docs/profile.md.
+Traces of several ranks also show for which rank the other ranks wait, and how fast the collectives
+are without this waiting time. See docs/profile.md.
 """
 
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,29 +24,118 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis import bandwidth, calls
+from analysis import bandwidth, calls, kineto  # first: it reports a missing package
 from analysis.bandwidth import Row
 from analysis.calls import Group, Waiting
 from analysis.kineto import Activity, Cover, Span, Step, Trace, union
 from analysis.show import DAMAGE, clean, put, show_table
-from analysis.traces import by_rank, files_in, read_all
 from common import cli, report
 from common.stats import collective_times
 
+# isort: split
+from tqdm import tqdm
+
 COLORS = {"computing": "#1f83c4", "communication": "#d55e00"}
 COLUMNS = ("computing", "communication", "exposed", "both", "idle")
-NUMBERS = range(2, 20)  # columns of tables
+NUMBERS = range(2, 20)  # numeric columns of tables
 PICTURES = (".png", ".svg", ".pdf")
-NEARLY_ALL = 0.9  # of the communication: then one call decides the shares
+NEARLY_ALL = 0.9  # if one call has a larger share of the communication, it dominates the table
+EXPECTED = "expected a trace of torch.profiler, e.g. by export_chrome_trace('rank0.json.gz')"
 
 
-# -- shares of the steps ---------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
+
+
+def files_in(words: Sequence[str]) -> dict[str, bool]:
+    """The files -> whether they come from a folder. Raises ValueError if a folder has none."""
+    files: dict[str, bool] = {}
+    for word in words:
+        if not Path(word).is_dir():
+            files[word] = False
+            continue
+        inside = sorted(Path(word).iterdir())
+        found = [str(path) for path in inside if path.name.endswith((".json", ".json.gz"))]
+        if not found:
+            folders = [path.name for path in inside if path.is_dir()]
+            hint = f"; its folders are {cli.cut(folders, 4)}" if folders else ""
+            raise ValueError(f"{word}: expected a folder with .json or .json.gz{hint}")
+        files |= dict.fromkeys(found, True)
+    return files
+
+
+def read_all(files: Mapping[str, bool]) -> tuple[list[Trace], list[str]]:
+    """The traces, and remarks on files that were left out. Raises ValueError with one line."""
+    traces, lines = [], []
+    with tqdm(
+        total=sum(size_of(path) for path in files),
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        disable=None,  # unless stderr is a terminal
+    ) as bar:
+        before = 0
+        for path, in_folder in files.items():
+            size = size_of(path)
+            bar.set_description(clean(Path(path).name, 40))
+
+            def tick(share: float, before: int = before, size: int = size) -> None:
+                bar.update(before + share * size - bar.n)
+
+            try:
+                traces.append(kineto.read(path, tick))
+            except kineto.NotATrace as error:
+                if not in_folder:
+                    raise ValueError(f"{path}: {EXPECTED}, got {error}") from None
+                lines.append(f"left out {path}: {error}")
+            except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:
+                raise ValueError(f"{path}: {EXPECTED}, got {error}") from None
+            except (AttributeError, LookupError, TypeError, ArithmeticError) as error:
+                what = f"events of an unknown form: {cli.describe(error)}"
+                raise ValueError(f"{path}: {EXPECTED}, got {what}") from None
+            before += size
+    return traces, lines
+
+
+def size_of(path: str) -> int:
+    """Size in bytes, for the progress bar."""
+    return Path(path).stat().st_size if Path(path).is_file() else 0
+
+
+def by_rank(traces: Sequence[Trace]) -> tuple[dict[int, Trace], list[str]]:
+    """The traces by rank, and remarks on those that were left out.
+
+    If no trace has a rank, their positions count. A file without rank and without kernels, next to
+    traces of GPUs, is left out: it belongs to another process, such as a server. Raises ValueError
+    with a message of one line.
+    """
+    lines = []
+    used = list(traces)
+    if any(trace.on_gpu and trace.rank is not None for trace in traces):
+        for trace in traces:
+            if trace.rank is None and not trace.on_gpu:
+                used.remove(trace)
+                lines.append(f"left out {trace.path}: it has neither a rank nor kernels")
+    unknown = [trace for trace in used if trace.rank is None]
+    if unknown and len(unknown) < len(used):
+        what = "expected a rank in the trace or in the file's name, as in the other files"
+        raise ValueError(f"{unknown[0].path}: {what}, got none; e.g. rank0.json.gz")
+    found: dict[int, Trace] = {}
+    for number, trace in enumerate(used):
+        rank = number if trace.rank is None else trace.rank
+        if rank in found:
+            what = f"expected one trace per rank, got another one of rank {rank}"
+            raise ValueError(f"{trace.path}: {what}; see {found[rank].path}")
+        found[rank] = trace._replace(rank=rank)
+    return dict(sorted(found.items())), lines
+
+
+# -- shares of a step ------------------------------------------------------------------------------
 
 
 def shares_of(
     computing: Sequence[Span], communication: Sequence[Span], steps: Sequence[Step]
 ) -> list[list[float]]:
-    """Rows of milliseconds, of the mean step and then of each step: its length, and COLUMNS."""
+    """Rows of milliseconds for the mean step and each step: its length, then COLUMNS."""
     computes, communicates = Cover(union(computing)), Cover(union(communication))
     either = Cover(union([*computes.spans, *communicates.spans]))
     rows = []
@@ -62,7 +152,7 @@ def shares_of(
 
 
 def show_shares(traces: Iterable[Trace]) -> None:
-    """A table: the mean step of each rank, and each of its steps."""
+    """Print a table with the mean step of each rank and each of its steps."""
     rows = []
     for trace in traces:
         times = shares_of(trace.spans("computing"), trace.spans("communication"), trace.steps)
@@ -74,9 +164,9 @@ def show_shares(traces: Iterable[Trace]) -> None:
     put(show_table(header, rows, NUMBERS) + "\n")
 
 
-def dominated(trace: Trace) -> str | None:
-    """A line if nearly all of the communication is one call in the first step: ranks that start
-    the profiler apart wait for each other there, and connections are set up."""
+def dominating_call(trace: Trace) -> str | None:
+    """A remark if nearly all of the communication is one call in the first step, where connections
+    are set up, and ranks that started the profiler earlier wait for the others."""
     every = [call for step in trace.steps for call in step.calls]
     if len(every) < 2:
         return None
@@ -89,11 +179,11 @@ def dominated(trace: Trace) -> str | None:
     computing = trace.spans("computing")
     whole = shares_of(computing, trace.spans("communication"), trace.steps)[0]
     rest = shares_of(computing, others, trace.steps)[0]
-    length_ms = whole[0] - (whole[3] - rest[3])  # without what that call alone exposes
+    length_ms = whole[0] - (whole[3] - rest[3])  # without the exposed part of that call
     name = clean(name_of(every[longest]), 60)
     what = f"one call of {len(every)} ({name}, {lengths[longest] / 1e3:.4g} ms, in the first step)"
-    exposed = f"exposed is {rest[3] / length_ms if length_ms else 0:.1%} of {length_ms:.4g} ms"
-    return f"{what} has {share:.2%} of the communication; without it {exposed} a step"
+    part = f"{rest[3] / length_ms if length_ms else 0:.1%} of a {length_ms:.4g} ms step is exposed"
+    return f"{what} accounts for {share:.2%} of the communication; without it, {part}"
 
 
 def name_of(one: Activity) -> str:
@@ -106,8 +196,7 @@ def name_of(one: Activity) -> str:
 def exposed_ms(
     spans: Iterable[Span], computing: Cover, steps: Sequence[Step]
 ) -> tuple[float, float]:
-    """Of some communication in the mean step: its milliseconds, and those in which nothing
-    computes."""
+    """Milliseconds of some communication in the mean step, in all and exposed."""
     cover = Cover(union(spans))
     whole = hidden = 0.0
     for step in steps:
@@ -120,7 +209,7 @@ def exposed_ms(
 def show_groups(
     groups: Sequence[Group], waiting: Sequence[dict[int, Waiting]], traces: Mapping[int, Trace]
 ) -> None:
-    """A row for each process group of each rank."""
+    """Print a row for each process group of each rank."""
     rows = []
     computing = {rank: Cover(union(one.spans("computing"))) for rank, one in traces.items()}
     for group, waits in zip(groups, waiting, strict=True):
@@ -135,12 +224,12 @@ def show_groups(
             else:
                 cells += ["-", "-"]
             rows.append([group.name or "not named", short_ranks(group.ranks), rank, *cells])
-    header = ["group", "ranks", "rank", "calls a step", "ms", "exposed (ms)", "waits (ms)"]
+    header = ["group", "ranks", "rank", "calls/step", "ms", "exposed (ms)", "waits (ms)"]
     put(show_table([*header, "late (ms)"], rows, NUMBERS) + "\n")
 
 
 def short_ranks(ranks: str) -> str:
-    """`[0, 8, 16, ..., 504]` instead of a list of 64 ranks."""
+    """Abbreviate a long list of ranks: `[0, 8, 16, ..., 504]`."""
     words = ranks.strip("[]").split(", ")
     if len(words) < 8:
         return ranks
@@ -148,43 +237,30 @@ def short_ranks(ranks: str) -> str:
 
 
 def show_bandwidths(rows: Sequence[Row]) -> None:
-    """A row for each collective of each process group."""
+    """Print a row for each collective of each process group."""
     compared = any(row.alone for row in rows)
-    header = ["group", "collective", "ranks", "calls a step", "bytes", "ms", "algbw (GB/s)"]
+    header = ["group", "collective", "ranks", "calls/step", "bytes", "ms", "algbw (GB/s)"]
     header += ["busbw", "step (%)", *(["alone (ms)", "ratio", "95% ci"] if compared else [])]
     cells = []
     for row in rows:
         size = cli.show_size(row.size_bytes) if row.size_bytes else "-"
-        ranks = row.group.size or "-"
-        line = [
-            row.group.name or "not named",
-            row.operation,
-            ranks,
-            f"{row.calls:.5g}",
-            size,
-            f"{row.ms:.5g}",
-        ]
+        line = [row.group.name or "not named", row.operation, row.group.size or "-"]
+        line += [f"{row.calls:.5g}", size, f"{row.ms:.5g}"]
         line += ["-" if rate is None else f"{rate:.4g}" for rate in (row.algbw, row.busbw)]
         line.append(f"{100 * row.share:.1f}")
-        if compared and row.alone and row.ratio:
-            line += [f"{row.alone.value:.5g}", f"{row.ratio.value:.2f}", interval(row)]
+        if row.alone and row.ratio:
+            low, high = row.ratio.low, row.ratio.high  # from the interval of the isolated time
+            ends = "-" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+            line += [f"{row.alone.value:.5g}", f"{row.ratio.value:.2f}", ends]
         elif compared:
             line += ["-", "-", "-"]
         cells.append(line)
     put(show_table(header, cells, NUMBERS) + "\n")
 
 
-def interval(row: Row) -> str:
-    """Of the ratio: that of the time alone."""
-    ratio = row.ratio
-    if ratio is None or ratio.low is None or ratio.high is None:
-        return "-"
-    return f"{ratio.low:.2f} to {ratio.high:.2f}"
-
-
 def draw(traces: Mapping[int, Trace], path: str) -> None:
-    """The step of median length: a row for each thread or stream, a colour for each kind."""
-    from matplotlib.figure import Figure  # only here: a table needs none
+    """Draw the step of median length: a row per thread or stream, a colour per kind."""
+    from matplotlib.figure import Figure  # not above, because tables do not need it
 
     steps = next(iter(traces.values())).steps
     median = sorted(steps, key=lambda step: step.end - step.start)[len(steps) // 2]
@@ -207,7 +283,7 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
     axes.set_yticks(range(len(bars)), bars)
     axes.invert_yaxis()
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    writer = "Software" if path.endswith(".png") else "Creator"  # the name of the entry, by format
+    writer = "Software" if path.endswith(".png") else "Creator"  # metadata field of the format
     figure.savefig(path, dpi=150, metadata={writer: cli.GENERATOR})
 
 
@@ -215,21 +291,21 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
 
 
 def read_alone(path: str) -> bandwidth.Alone:
-    """The times of a report of collectives.py. Raises ValueError with one line."""
+    """The times in a report of collectives.py. Raises ValueError with a message of one line."""
     try:
         return collective_times(report.load(path))
     except ValueError as error:
         raise ValueError(f"--against {path}: {error}") from None
     except DAMAGE as error:
-        what = f"an entry is not what a script writes ({type(error).__name__}: {error})"
+        what = f"an entry does not have the expected form ({type(error).__name__}: {error})"
         raise ValueError(f"--against {path}: {what}") from None
 
 
 def show_collectives(
     traces: Mapping[int, Trace], alone: bandwidth.Alone | None, ranks_per_node: int | None
 ) -> list[str]:
-    """Two tables: of process groups, and of their collectives. Returns lines to print below them,
-    the answers last."""
+    """Print the tables of process groups and of their collectives. Returns the lines to print below
+    them, with the answers last."""
     groups = calls.groups_of(traces)
     lines = [remark for group in groups for remark in group.remarks]
     if groups:
@@ -255,14 +331,14 @@ def show_collectives(
 def main() -> int:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    files = "a file of each rank of a job, .json or .json.gz, or a folder of them"
+    files = "one .json or .json.gz file per rank of a job, or a folder of such files"
     add("trace", nargs="+", metavar="TRACE", help=files)
     suffixes = "a file that ends in .png, .svg or .pdf"
     drawn = cli.checked(str, lambda path: Path(path).suffix in PICTURES, suffixes, "e.g. step.png")
-    add("-o", "--output", type=drawn, metavar="PICTURE", help=f"draw the median step: {suffixes}")
-    against = "compare collectives with those of this report of collectives.py"
+    add("-o", "--output", type=drawn, metavar="PICTURE", help=f"draw the median step to {suffixes}")
+    against = "compare the collectives with those in this report of collectives.py"
     add("--against", metavar="REPORT", help=against)
-    nodes = f"consecutive ranks per node (default: by host name, or {bandwidth.ON_A_NODE})"
+    nodes = f"number of ranks per node (default: by host name, or {bandwidth.RANKS_PER_NODE})"
     add("--gpus-per-node", type=cli.positive_int, metavar="N", help=nodes)
     args = parser.parse_args()
     try:
@@ -277,7 +353,7 @@ def main() -> int:
     lines = [*left_out, *more]
     for rank, trace in traces.items():
         lines += [f"rank {rank}: {remark}" for remark in trace.remarks]
-        if line := dominated(trace):
+        if line := dominating_call(trace):
             lines.append(f"rank {rank}: {line}")
     lines += show_collectives(traces, alone, args.gpus_per_node)
     for line in lines:

@@ -1,7 +1,7 @@
-"""Runs of a base against runs of a test, case by case: ratio, interval, verdict.
+"""Compare the runs of a base with those of a test, case by case: ratio, interval, verdict.
 
-The run is the unit: only its time counts, on a log scale. The iterations within a run do not tell
-how much two runs differ that were started alike. docs/compare.md derives the formulas.
+A run is the unit of observation: only its time counts, on a log scale. The iterations within a run
+do not show how much two runs of the same program differ. docs/compare.md derives the formulas.
 """
 
 import warnings
@@ -18,27 +18,30 @@ from analysis.differences import Difference, differences, resumed_text
 from analysis.evidence import (
     ALLOWED,
     Evidence,
+    Side,
+    busiest_load,
+    by_reason,
     evidence,
     is_disturbed,
     is_timed,
-    load_of_others,
-    noteworthy,
-    untimed,
+    why_no_time,
 )
 from analysis.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
-from analysis.show import is_number, list_once
+from analysis.show import is_number, join_distinct
 from common.cli import cut
 
-Side = Sequence[tuple[Run, Row | None]]  # the runs of a side, and the case in each
-Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
+Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run lacks the case
 
-ALPHA = 0.05  # of error, two-sided
-POWER = 0.9  # the smallest change is shown in so many of all comparisons
+ALPHA = 0.05  # error rate, two-sided
+POWER = 0.9  # probability with which the smallest change is detected
 MAX_RUNS = 100  # a larger number of runs is never recommended
-WIDEST = 3.0  # an interval that reaches farther from its ratio, as a factor, says nothing
-UNEXPLAINED = 5.0  # a change by a larger factor is reported although the runs were disturbed
-FEWEST = 5  # runs of a side among which one can be far off
-FAR_SIGMAS, FAR = 5.0, 1.2  # a run is far off by this number of deviations and by this factor
+WIDEST = 3.0  # an interval that extends by a larger factor beyond its ratio is not printed
+UNEXPLAINED = 5.0  # a change by a larger factor is reported even if the runs were disturbed
+MIN_FOR_OUTLIERS = 5  # number of runs per side from which on outliers are reported
+OUTLIER_SIGMAS, OUTLIER_FACTOR = (
+    5.0,
+    1.2,
+)  # an outlier is off by this number of deviations and by this factor
 
 
 @dataclass(frozen=True)
@@ -46,25 +49,26 @@ class Design:
     """How runs are compared."""
 
     margin: float = 0.02  # the smallest relative change that matters
-    paired: bool = False  # base[i] and test[i] were neighbours in time: their ratio is the unit
-    interleaved: bool = False  # the blocks of both took turns: as many of each count
-    runs: int = 2  # a verdict needs this number of runs a side that are evidence
-    allow_disturbed: bool = False  # the load of a run is no reason to leave it out
-    looks: int = 1  # how often the growing data are looked at; the looks share the error rate
+    paired: bool = False  # base[i] and test[i] ran next to each other: the unit is their ratio
+    interleaved: bool = False  # the runs alternated block by block: use equally many blocks of both
+    runs: int = 2  # number of runs per side that must be evidence for a verdict
+    allow_disturbed: bool = False  # keep runs whatever their load
+    looks: int = 1  # number of times that growing data are evaluated; they share the error rate
 
     @property
     def error_rate(self) -> float:
-        """The part of ALPHA that a look has. An interval holds the truth with 1 - this."""
+        """The share of ALPHA of one look. The confidence of an interval is 1 minus this share."""
         return ALPHA / self.looks
 
 
 @dataclass
 class Result:
-    """One case on both sides. Times in seconds, one a run; ratio = test / base, over 1 is slower.
+    """One case on both sides. Times are in seconds, one per run; ratio = test / base, so that a
+    ratio above 1 means slower.
 
-    verdict: slower, faster, same, undecided; failed if the case failed in at least half of TEST's
-    runs; missing if TEST has no time in at least half of them, new if BASE has none; otherwise
-    not compared.
+    verdict: slower, faster, same or undecided; failed if the case failed in at least half of TEST's
+    runs; missing if TEST has no time in at least half of its runs; new if BASE has no time;
+    otherwise not compared.
     """
 
     benchmark: str
@@ -72,27 +76,27 @@ class Result:
     label: str = ""
     verdict: str = "not compared"
     reason: str = ""
-    caveats: list[str] = field(default_factory=list)  # what the verdict has to say beside itself
-    measure: str = ""  # the step or metric whose times are compared; empty: nothing is
-    times_are: list[str] = field(default_factory=list)  # by which estimator; see load.timed
-    base_runs: list[int] = field(default_factory=list)  # the positions of the runs that count
+    caveats: list[str] = field(default_factory=list)  # remarks that belong to the verdict
+    measure: str = ""  # the step or metric whose times are compared; empty if there are none
+    times_are: list[str] = field(default_factory=list)  # the estimators; see load.timed
+    base_runs: list[int] = field(default_factory=list)  # positions of the runs that count
     test_runs: list[int] = field(default_factory=list)
     base_s: list[float] = field(default_factory=list)
     test_s: list[float] = field(default_factory=list)
-    enough: bool = True  # runs for a verdict
-    disturbed: bool = False  # there would be enough if their load were no reason to leave them out
-    left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> why
-    # how far a number in the logs of BASE and of TEST may be off by its last digit, as a share
+    enough: bool = True  # whether there are enough runs for a verdict
+    disturbed: bool = False  # whether there are too few runs only because of the load
+    left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> reason
+    # relative rounding error of the numbers in the logs of BASE and of TEST
     rounding: tuple[float, float] = (0.0, 0.0)
-    # the position of each run that does not count for this case -> why
+    # position of each run that does not count for this case -> reason
     base_why: dict[int, str] = field(default_factory=dict)
     test_why: dict[int, str] = field(default_factory=dict)
     ratio: float | None = None
-    # of the ratio, with 1 - Design.error_rate; None where nothing tells how much runs scatter
+    # of the ratio, with confidence 1 - Design.error_rate; None if the scatter of runs is unknown
     interval: tuple[float, float] | None = None
-    p: float | None = None  # how likely such a ratio is without a difference
-    runs_needed: int | None = None  # a side, about, to narrow the interval to +-margin
-    # the smallest change, as a fraction, that so many runs show in 9 of 10 comparisons
+    p: float | None = None  # probability of a ratio at least this far from 1 if nothing changed
+    runs_needed: int | None = None  # runs per side that narrow the interval to about +-margin
+    # the smallest change, as a fraction, that this number of runs detects in 9 of 10 comparisons
     smallest_change: float | None = None
 
     @property
@@ -101,8 +105,8 @@ class Result:
         return [test / base for base, test in zip(self.base_s, self.test_s, strict=True)]
 
     @property
-    def is_telling(self) -> bool:
-        """Whether the interval says anything: it reaches to at most WIDEST times the ratio."""
+    def is_informative(self) -> bool:
+        """Whether the interval is narrow enough to print: at most a factor WIDEST either way."""
         if self.interval is None or self.ratio is None:
             return False
         low, high = self.interval
@@ -112,7 +116,7 @@ class Result:
 @dataclass(frozen=True)
 class Comparison:
     cases: list[Result]
-    mean: Result | None  # the geometric mean over the cases that all counting runs have
+    mean: Result | None  # the geometric mean over the cases that have all runs that count
     environment: list[Difference]  # hardware first
     warnings: list[str]
     base: Sequence[Run]
@@ -121,12 +125,17 @@ class Comparison:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The runs, or pairs, that are no evidence for any case -> why: see Evidence.left_out."""
+        """Runs, or pairs, that are not evidence for any case -> reason; see Evidence.left_out."""
         return {label: why for case in self.cases for label, why in case.left_out.items()}
+
+    def runs_of(self, benchmark: str) -> tuple[list[Run], list[Run]]:
+        """The runs of a benchmark in BASE and in TEST. Results refer to them by position."""
+        base = [run for run in self.base if run.benchmark == benchmark]
+        return base, [run for run in self.test if run.benchmark == benchmark]
 
 
 def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
-    """Compare every case that either side has. Raises ValueError where no case is on both."""
+    """Compare every case of either side. Raises ValueError if no case is on both sides."""
     cases = results_of_cases(base, test, design)
     mean = mean_of(cases)
     judge_all([*cases, mean] if mean else cases, design)
@@ -136,21 +145,21 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     return comparison
 
 
-def far_off(
+def outliers_of(
     runs: Sequence[Run], times: Sequence[tuple[list[int], list[float]]]
 ) -> dict[str, float]:
-    """The runs of a side whose time is far off those of the others: label -> the largest factor.
+    """The outliers among the runs of a side: label -> the largest factor from the median.
 
-    times: for each case the positions of the runs, and their seconds. The deviation is the median
-    absolute one of the logarithms, times 1.4826 (Hampel 1974).
+    times: for each case, the positions of the runs and their seconds. The deviation is the median
+    absolute deviation of the logarithms, times 1.4826 (Hampel 1974).
     """
     found: dict[str, float] = {}
     for positions, seconds in times:
-        if len(seconds) < FEWEST:
+        if len(seconds) < MIN_FOR_OUTLIERS:
             continue
         logs = np.log(seconds)
         off = logs - np.median(logs)
-        limit = max(FAR_SIGMAS * 1.4826 * float(np.median(np.abs(off))), np.log(FAR))
+        limit = max(OUTLIER_SIGMAS * 1.4826 * float(np.median(np.abs(off))), np.log(OUTLIER_FACTOR))
         for position, distance in zip(positions, off, strict=True):
             if abs(distance) > limit:
                 label, factor = runs[position].label, float(np.exp(distance))
@@ -159,82 +168,85 @@ def far_off(
 
 
 def warnings_of(comparison: Comparison) -> list[str]:
-    """Runs that are left out and why, runs that were disturbed and count, and other programs."""
-    lines, design = noteworthy(comparison.left_out), comparison.design
+    """Runs that are left out, outliers, disturbed runs that count, and remarks on single runs."""
+    lines = [f"left out: {line}" for line in by_reason(comparison.left_out)]
+    design = comparison.design
     for side, all_runs in (("base", comparison.base), ("test", comparison.test)):
         far: dict[str, float] = {}
         for name, same in by_benchmark(all_runs).items():  # positions are those among them
             cases = [case for case in comparison.cases if case.benchmark == name]
             times = [(getattr(case, f"{side}_runs"), getattr(case, f"{side}_s")) for case in cases]
-            far |= far_off(same, times)
+            far |= outliers_of(same, times)
         if far:
-            names = cut([f"{name} ({factor:.2f} times)" for name, factor in far.items()], 4)
-            what = f"far off the other runs of {side.upper()}: {names}"
-            lines.append(f"{what}; they count, and widen the intervals: look for the cause")
+            names = cut([f"{name} ({x:.2f} times the median)" for name, x in far.items()], 4)
+            what = f"outliers among the runs of {side.upper()}: {names}"
+            lines.append(f"{what}; they count, and widen the intervals; look for the cause")
     runs = [*comparison.base, *comparison.test]
-    disturbed = [load for run in runs if is_disturbed(run) and (load := load_of_others(run))]
+    disturbed = [load for run in runs if is_disturbed(run) and (load := busiest_load(run))]
     if disturbed and (design.paired or design.allow_disturbed):
         busy, cores = max(disturbed)
         what = f"other processes used up to {busy:.3g} of {cores} cores"
         which = f"{len(disturbed)} of {len(runs)} runs"
-        rule = ALLOWED if design.allow_disturbed else "pairs count if both sides were loaded alike"
+        rule = ALLOWED if design.allow_disturbed else "pairs count if the load of both was alike"
         lines.append(f"{what} in {which}: {rule}")
     for run in runs:
         if resumed := resumed_text(run):
             lines.append(f"{run.label} was resumed: {resumed}")
         if run.synchronized:
-            what = "PyTorch's script waits for the device in each iteration, ddp_sweep once a block"
-            lines.append(f"{run.label}: {what}; that alone may make ddp_sweep's steps shorter")
+            what = "PyTorch's script waits for the device in every iteration, ddp_sweep.py once per"
+            lines.append(f"{run.label}: {what} block; that alone may make its steps shorter")
     return lines
 
 
 def warning_of_order(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
-    """Where one side ran before the other one, a drift of the machine is a change, too."""
+    """A warning if one side ran before the other, because a drift then looks like a change."""
     base_starts = [run.started_at for run in base if run.started_at]
     test_starts = [run.started_at for run in test if run.started_at]
     if len(base) + len(test) == 2 or not base_starts or not test_starts:
-        return []  # without a verdict, or a report of another program
+        return []  # there is no verdict, or the report is from another program
     if max(base_starts) < min(test_starts) or max(test_starts) < min(base_starts):
         return [
-            "all runs of one side started before all of the other: what changed on the machine "
-            "meanwhile is in the ratio, and not in the interval; ab.py runs them in turn"
+            "all runs of one side started before all of the other: the ratio includes any drift of "
+            "the machine, and the interval does not; ab.py runs the sides alternately"
         ]
     return []
 
 
-def why_none_joins(base: Sequence[Run], test: Sequence[Run]) -> str:
+def why_no_common_case(base: Sequence[Run], test: Sequence[Run]) -> str:
     """How the sides differ: in their benchmarks, or in the keys of the two most similar cases."""
-    benchmarks = [list_once(run.benchmark for run in runs) for runs in (base, test)]
+    benchmarks = [join_distinct(run.benchmark for run in runs) for runs in (base, test)]
     if benchmarks[0] != benchmarks[1]:
-        return f"BASE has {benchmarks[0]}, TEST {benchmarks[1]}"
+        return f"BASE has {benchmarks[0]}, TEST has {benchmarks[1]}"
     ours, theirs = next(iter(rows_of(base)), None), rows_of(test)
     if not ours or not theirs:
         return "BASE has no case" if theirs else "TEST has no case"
 
-    def fields_apart(row: Row) -> dict[str, tuple[Any, Any]]:
-        pairs = {name: (ours.key.get(name), row.key.get(name)) for name in ours.key | row.key}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    closest = min(theirs, key=lambda row: len(differing_fields(ours.key, row.key)))
+    names = differing_fields(ours.key, closest.key)  # not empty, since no case is on both sides
+    pairs = [(name, ours.key.get(name), closest.key.get(name)) for name in names[:3]]
+    shown = ", ".join(f"{name} ({a} in BASE, {b} in TEST)" for name, a, b in pairs)
+    return f"the keys differ in {shown}; --ignore-key {','.join(names)} joins these cases"
 
-    apart = min(map(fields_apart, theirs), key=len)  # not empty: no case is on both sides
-    shown = [f"{name} ({a} in BASE, {b} in TEST)" for name, (a, b) in [*apart.items()][:3]]
-    fields = ",".join(apart)
-    return f"they differ in {', '.join(shown)}; --ignore-key {fields} joins such cases"
+
+def differing_fields(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The fields in which two keys differ."""
+    return [name for name in a | b if a.get(name) != b.get(name)]
 
 
 def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -> list[Result]:
-    """The times of every case; those that cannot be compared come last."""
+    """The times of every case. Cases that cannot be compared come last."""
     base_cases = cases_of(base)
     test_cases = cases_of(test)
     if not base_cases.keys() & test_cases.keys():
-        raise ValueError(f"no case is on both sides: {why_none_joins(base, test)}")
+        raise ValueError(f"no case is on both sides: {why_no_common_case(base, test)}")
     results = []
     for benchmark, form in base_cases | test_cases:
         base_side = [(run, run.rows.get(form)) for run in base if run.benchmark == benchmark]
         test_side = [(run, run.rows.get(form)) for run in test if run.benchmark == benchmark]
-        if not all(is_bare(row) for _, row in base_side + test_side):
+        if not all(is_empty(row) for _, row in base_side + test_side):
             results.append(result_of_case(benchmark, base_side, test_side, design))
     if not results:
-        raise ValueError("no case has a time or a metric, in BASE or in TEST")
+        raise ValueError("no case in BASE or TEST has a time or a metric")
     if len({result.benchmark for result in results}) > 1:
         for result in results:
             result.label = f"{result.benchmark}, {result.label}"
@@ -242,7 +254,7 @@ def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -
 
 
 def cases_of(runs: Sequence[Run]) -> dict[tuple[str, str], Row]:
-    """The cases that any of the runs has, in the order of the reports."""
+    """The cases of any of the runs, in the order of the reports."""
     cases: dict[tuple[str, str], Row] = {}
     for run in runs:
         for form, row in run.rows.items():
@@ -250,21 +262,22 @@ def cases_of(runs: Sequence[Run]) -> dict[tuple[str, str], Row]:
     return cases
 
 
-def is_bare(row: Row | None) -> bool:
-    """Whether a case says that it passed and nothing else, as of a probe that looks at no rank."""
+def is_empty(row: Row | None) -> bool:
+    """Whether a case passed without any sample or metric, such as a probe of the whole job."""
     return row is None or (row.check, row.metrics, len(row.times_s)) == ("passed", {}, 0)
 
 
 def why_untimed(side: str, rows: Rows) -> str:
-    """`BASE: no time in 2 of 6 runs: failed: ...`, or nothing where every run has a time."""
-    whys = [why for row in rows if (why := untimed(row))]
+    """`BASE: no time in 2 of 6 runs: failed: ...`; empty if every run has a time."""
+    whys = [why for row in rows if (why := why_no_time(row))]
     return f"{side}: no time in {len(whys)} of {len(rows)} runs: {whys[0]}" if whys else ""
 
 
 def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Result:
-    """The times of a case on both sides, or why they cannot be compared."""
+    """The times of a case on both sides, or the reason why they cannot be compared."""
     if design.paired and len(base) != len(test):
-        raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
+        got = f"{len(base)} and {len(test)}"
+        raise ValueError(f"pairs require the same number of runs on both sides, got {got}")
     base_rows, test_rows = [row for _, row in base], [row for _, row in test]
     first = next(row for row in (*base_rows, *test_rows) if row)
     result = Result(benchmark, first.key, first.label)
@@ -285,7 +298,7 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
         return result
     measures = sorted({row.measure for row in base_rows + test_rows if is_timed(row)})
     if len(measures) > 1:
-        result.reason = f"different times were kept: {', '.join(measures)}"
+        result.reason = f"the runs have different measures: {', '.join(measures)}"
         return result
     result.left_out, result.caveats = found.left_out, found.caveats
     choose_runs(result, found, design)
@@ -299,21 +312,24 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
     result.base_s = [row.time_s for row in kept_base]
     result.test_s = [row.time_s for row in kept_test]
     if design.interleaved:
-        times = [times_of_turns(a, b) for a, b in zip(kept_base, kept_test, strict=True)]
+        times = [interleaved_times(a, b) for a, b in zip(kept_base, kept_test, strict=True)]
         result.base_s, result.test_s = [a for a, _ in times], [b for _, b in times]
     return result
 
 
 def rounding_of(rows: Sequence[Row]) -> float:
-    """How far a number in these logs may be off, as a share of it: half a unit of its last digit.
-    The most precise log tells: 0.4 may be 0.40. 0 for reports, which have all digits."""
+    """The relative rounding error of the numbers in these logs: half a unit of the last digit.
+
+    The most precise log counts, since 0.4 may stand for 0.40. The error is 0 for reports, which
+    store all digits.
+    """
     shares = (row.metrics.get(LAST_DIGIT) for row in rows)
     return min((share / 2 if is_number(share) else 0.0 for share in shares), default=0.0)
 
 
 def choose_runs(result: Result, found: Evidence, design: Design) -> None:
-    """The runs whose times are shown. If too few are evidence for a verdict, these are all that
-    have a time and no other fault than their load."""
+    """Choose the runs whose times are shown: those that are evidence for a verdict or, if these are
+    too few, also those that are left out only because of the load."""
     result.base_runs, result.test_runs = found.base, found.test
     counts = len(found.base), len(found.test)
     if min(counts) >= design.runs:
@@ -322,27 +338,27 @@ def choose_runs(result: Result, found: Evidence, design: Design) -> None:
     result.disturbed = min(len(found.base_timed), len(found.test_timed)) >= design.runs
     result.base_runs, result.test_runs = found.base_timed, found.test_timed
     if counts == (1, 1) and not found.left_out:
-        return  # `judge` says that one run a side tells nothing
-    noun = "pairs" if design.paired else "runs a side"
+        return  # `judge` explains that one run per side is not enough
+    noun = "pairs" if design.paired else "runs per side"
     have = f"{counts[0]}" if design.paired else f"{counts[0]} of BASE and {counts[1]} of TEST"
-    why = f"{design.runs} usable {noun} are needed, there are {have}"
+    why = f"{design.runs} usable {noun} are needed, but there are {have}"
     result.reason = "; ".join(filter(None, [why, result.reason]))
 
 
-def times_of_turns(base: Row, test: Row) -> tuple[float, float]:
-    """The times of two runs that took turns: from as many blocks of each, since one run may have
-    had more of them than the other."""
+def interleaved_times(base: Row, test: Row) -> tuple[float, float]:
+    """The times of two interleaved runs, from the same number of blocks of each: one run may have
+    more blocks than the other."""
     blocks = min(len(base.rounds), len(test.rounds))
     times = [time_of_blocks(row.times_s, row.rounds, blocks) for row in (base, test)]
     return times[0], times[1]
 
 
-def persists(ratios: Sequence[float]) -> bool:
-    """Whether the ratios of successive rounds resemble each other more than by chance, 2 to 5 %.
+def is_autocorrelated(ratios: Sequence[float]) -> bool:
+    """Whether the ratios of successive rounds are autocorrelated; the error rate is 2 to 5 %.
 
-    r > 1.645 / sqrt(n) - 1 / n: r is the autocorrelation of their logarithms at lag 1, which is
-    about normal with these moments if they are independent (Bartlett, J. R. Statist. Soc. B 8,
-    1946). Under 6 rounds nothing can be told.
+    The test is r > 1.645 / sqrt(n) - 1 / n, where r is the lag-1 autocorrelation of the logarithms.
+    For independent ratios, r is approximately normal with these moments (Bartlett, J. R. Statist.
+    Soc. B 8, 1946). It needs at least 6 rounds.
     """
     if len(ratios) < 6:
         return False
@@ -354,9 +370,10 @@ def persists(ratios: Sequence[float]) -> bool:
 
 
 def mean_of(cases: Sequence[Result]) -> Result | None:
-    """The geometric mean over cases, run by run, since what hits one case of a run hits others.
+    """The geometric mean over cases, computed per run, because a disturbance affects all cases of a
+    run.
 
-    Over the cases that have all runs that count for any case; None for fewer than two of them.
+    It covers the cases that have all the runs that count for any case; None for fewer than two.
     """
     compared = [case for case in cases if case.measure]
     base_runs = sorted({i for case in compared for i in case.base_runs})
@@ -374,7 +391,7 @@ def mean_of(cases: Sequence[Result]) -> Result | None:
 
 
 def geometric_mean(times_s: Sequence[float]) -> float | None:
-    """That of the times of runs; None without any."""
+    """The geometric mean of the times of runs; None without any."""
     return exp(fmean(map(log, times_s))) if times_s else None
 
 
@@ -386,10 +403,10 @@ def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def judge_all(cases: Sequence[Result], design: Design) -> None:
-    """Fill in all that follows from the times. The mean is the last of the cases, if there is one.
+    """Fill in everything that follows from the times. The mean, if there is one, is the last case.
 
-    Of the cases that count as a difference at most error_rate are false on average. (Benjamini and
-    Hochberg, J. R. Statist. Soc. B 57, 1995.)
+    On average, at most a share error_rate of the cases that are called different are equal
+    (Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995).
     """
     compared = [case for case in cases if case.base_s and case.test_s]
     for case in compared:
@@ -404,10 +421,10 @@ def judge_all(cases: Sequence[Result], design: Design) -> None:
 
 
 def estimate(case: Result, design: Design) -> None:
-    """Ratio, interval, p, the runs that are needed and the smallest change, by Student's t on logs.
+    """Set ratio, interval, p, runs_needed and smallest_change, by Student's t on logarithms.
 
-    The pair is the unit, or the run: then by Welch's t (Biometrika 34, 1947). A side of one run
-    has no scatter that could be seen: the other side's counts for it.
+    The unit is a pair, or a run: then Welch's t applies (Biometrika 34, 1947). If a side has only
+    one run, its scatter is assumed to be that of the other side.
     """
     base, test = np.log(case.base_s), np.log(case.test_s)
     ratios = test - base if design.paired else np.array([])
@@ -416,10 +433,10 @@ def estimate(case: Result, design: Design) -> None:
     units = len(ratios) if design.paired else len(base) + len(test) - 1
     if units < 2:
         return
-    with warnings.catch_warnings():  # runs without any scatter are no mistake
+    with warnings.catch_warnings():  # runs without any scatter are fine
         warnings.simplefilter("ignore", RuntimeWarning)
         if design.paired:
-            weight = 1 / len(ratios)  # the squared error of the log ratio, if runs scatter by 1
+            weight = 1 / len(ratios)  # variance of the log ratio if runs have unit variance
             result = stats.ttest_1samp(ratios, 0)
         else:
             weight = 1 / len(base) + 1 / len(test)
@@ -431,21 +448,22 @@ def estimate(case: Result, design: Design) -> None:
     case.p = 1.0 if log_ratio == 0 else float(result.pvalue)
     t = stats.t.ppf(1 - design.error_rate / 2, result.df)
     error = (high - low) / 2 / t
-    case.smallest_change = finite_exp(error * errors_to_show(t, result.df)) - 1
+    case.smallest_change = finite_exp(error * detectable_errors(t, result.df)) - 1
     case.runs_needed = runs_needed(error / sqrt(weight), design)
 
 
 def finite_exp(log_ratio: float) -> float:
-    """At most e^700, and no less than e^-700: JSON has no infinity, and a ratio is never 0."""
+    """exp, limited to e^-700 to e^700: JSON has no infinity, and a ratio is never 0."""
     return float(np.exp(np.clip(log_ratio, -700, 700)))
 
 
-def errors_to_show(t: float, freedom: float) -> float:
-    """How many standard errors a change must have to be shown with a probability of POWER.
+def detectable_errors(t: float, freedom: float) -> float:
+    """The change, in standard errors, that is detected with a probability of POWER.
 
-    Shown: c * s > t * s' - z, with s and s' the relative errors of two estimates of the scatter,
-    from the runs before and from those that shall show it, and z a standard normal number. About
-    normal: c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), a quadratic equation.
+    A change c is detected if c * s > t * s' - z. Here s and s' are the relative errors of two
+    estimates of the scatter, from the runs at hand and from those that are to detect the change,
+    and z is a standard normal number. By a normal approximation
+    c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), which is a quadratic equation.
     """
     z2 = stats.norm.ppf(POWER) ** 2
     a = 1 - z2 / (2 * freedom)
@@ -454,7 +472,7 @@ def errors_to_show(t: float, freedom: float) -> float:
 
 
 def runs_needed(scatter: float, design: Design) -> int | None:
-    """The fewest runs a side whose interval reaches to +-margin; None where MAX_RUNS do not."""
+    """The smallest number of runs per side with an interval of +-margin; None above MAX_RUNS."""
     sides = 1 if design.paired else 2
     runs = np.arange(2, MAX_RUNS + 1)
     t = stats.t.ppf(1 - design.error_rate / 2, sides * (runs - 1))
@@ -463,17 +481,17 @@ def runs_needed(scatter: float, design: Design) -> int | None:
 
 
 def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
-    """The verdict on a case that has a ratio, and why it is undecided.
+    """The verdict on a case that has a ratio, and the reason if it is undecided.
 
-    is_discovery: its p counts, given those of all cases.
+    is_discovery: whether p is significant, taking the number of cases into account.
     """
     if case.ratio is None or case.interval is None:
-        why = "one run a side: how much runs differ is unknown; measure several, better 6"
+        why = "one run per side does not show how much runs vary; measure several, preferably 6"
         return "undecided", why
     low, high = case.interval
     if not case.enough:
         if case.disturbed and (low > UNEXPLAINED or high < 1 / UNEXPLAINED):
-            what = f"over {UNEXPLAINED:g} times, which load does not explain"
+            what = f"a change by a factor of more than {UNEXPLAINED:g}, which load does not explain"
             return "slower" if low > 1 else "faster", what
         return "undecided", ""
     most = 1 + margin
@@ -490,5 +508,5 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
     if low <= 1 <= high:
         return "undecided", "the interval is too wide"
     if case.ratio < least or case.ratio > most:
-        return "undecided", "beyond the margin, but of so many cases one may be so by chance"
-    return "undecided", "a change, but not certain to be beyond the margin"
+        return "undecided", "beyond the margin, but one of this many cases may be so by chance"
+    return "undecided", "there is a change, but it may lie within the margin"

@@ -1,6 +1,6 @@
-"""The first part of report.py's page: what was compared, the verdicts, all runs, what differs.
+"""The comparison on report.py's page: what was compared, verdicts, all runs, and differences.
 
-Verdicts, numbers and notes are those of compare.py and ab.py, from the functions that print them.
+Verdicts, numbers and notes come from the functions with which compare.py and ab.py print them.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from analysis.race import (
 from analysis.verdicts import Comparison, Design, Result, compare
 from common.cli import cut
 
-MARKS = {  # verdict -> why its row stands out
+MARKS = {  # verdict -> how to highlight its row
     **dict.fromkeys(("slower", "failed"), "failed"),
     "faster": "faster",
     **dict.fromkeys(("undecided", "missing", "not compared"), "differs"),
@@ -43,12 +43,12 @@ MARKS = {  # verdict -> why its row stands out
 
 @dataclass
 class Versus:
-    """A comparison and what its sides are called."""
+    """A comparison, with the names and commands of its sides."""
 
     comparison: Comparison
     names: tuple[str, str]  # of BASE and TEST
     commands: tuple[str, str]
-    is_like_with_like: bool = False  # TEST is BASE again
+    is_like_with_like: bool = False  # TEST is BASE run again
     folded: bool = False
 
     @property
@@ -57,30 +57,30 @@ class Versus:
         return f"{base} against itself" if self.is_like_with_like else f"{test} against {base}"
 
     def section(self) -> Section:
-        """Which side is which, the verdicts, all runs, what differs, what disturbed the runs."""
+        """The section about this comparison."""
         comparison = self.comparison
         headline, *notes = notes_of(comparison, self.is_like_with_like)
         headings = above(comparison)[:2]
         hardware = [entry.field for entry in comparison.environment if entry.hardware]
         if not comparison.environment:
             notes.append("The environments of the two sides do not differ.")
-        loud = list(comparison.warnings)
+        warnings = list(comparison.warnings)
         if hardware:
-            loud.insert(0, f"The hardware differs: {', '.join(hardware)}.")
+            warnings.insert(0, f"The hardware differs: {', '.join(hardware)}.")
         return Section(
             self.title,
             [self.differences(), self.runs()] if comparison.environment else [self.runs()],
             answers=[headline],
-            loud=loud,
+            warnings=warnings,
             first=[self.sides(), self.verdicts()],
             notes=notes,
-            quiet=headings,
+            details=headings,
             figures=partial(all_runs, comparison, self.names, not self.is_like_with_like),
             folded=self.folded,
         )
 
     def sides(self) -> Table:
-        """Which side is which."""
+        """The names, commands and versions of the two sides."""
         rows = []
         for side, runs, name, command in zip(
             ("BASE", "TEST"),
@@ -89,19 +89,19 @@ class Versus:
             self.commands,
             strict=True,
         ):
-            torch = show.list_once(str(run.environment.get("torch") or "-") for run in runs)
-            commit = show.list_once(str(run.environment.get("version") or "-") for run in runs)
+            torch = show.join_distinct(str(run.environment.get("torch") or "-") for run in runs)
+            commit = show.join_distinct(str(run.environment.get("version") or "-") for run in runs)
             starts = sorted(run.started_at[:16].replace("T", " ") for run in runs if run.started_at)
             first, last = (starts[0], starts[-1]) if starts else ("-", "-")
             when = first if first == last else f"{first} to {last}"
-            when = when.replace(f"to {first[:11]}", "to ")  # the same day
+            when = when.replace(f"to {first[:11]}", "to ")  # do not repeat the day
             label = side if name == side else f"{side}: {name}"
             rows.append([label, command, str(len(runs)), torch, commit, when])
         heads = ("side", "command", "runs", "PyTorch", "version", "started")
         return Table("What was compared", heads, rows, {})
 
     def verdicts(self) -> Table:
-        """The table of compare.py with its verdict first, and the number of runs that count."""
+        """The table of compare.py with the verdict first, and the number of runs that count."""
         header, rows = table_of(self.comparison, self.is_like_with_like)
         results = [*self.comparison.cases]
         results += [self.comparison.mean] if self.comparison.mean else []
@@ -116,18 +116,15 @@ class Versus:
         return Table("Verdicts", heads, cells, marks)
 
     def count(self, result: Result) -> str:
-        """`4 of 6, 6 of 6`: of the runs of BASE and of TEST."""
+        """`4 of 6, 6 of 6`: the number of runs of BASE and of TEST that count."""
         if not result.key:
             return ""
-        parts = []
-        sides = ((self.comparison.base, result.base_why), (self.comparison.test, result.test_why))
-        for runs, why in sides:
-            total = sum(run.benchmark == result.benchmark for run in runs)
-            parts.append(f"{total - len(why)} of {total}")
-        return ", ".join(parts)
+        base, test = self.comparison.runs_of(result.benchmark)
+        sides = ((base, result.base_why), (test, result.test_why))
+        return ", ".join(f"{len(runs) - len(why)} of {len(runs)}" for runs, why in sides)
 
     def differences(self) -> Table:
-        """What differs in the environments of the two sides."""
+        """The differences between the environments of the two sides."""
         rows, marks = [], {}
         for number, entry in enumerate(self.comparison.environment):
             kind = " (hardware)" if entry.hardware else ""
@@ -136,14 +133,14 @@ class Versus:
         return Table("Differences of the environments", ("field", *self.names), rows, marks)
 
     def runs(self) -> Table:
-        """Every run, what disturbed it, and in how many cases it counts."""
+        """Every run, with its load and the number of cases for which it counts."""
         rows: list[list[str]] = []
         marks = {}
         for name, runs, side in (
             ("base", self.comparison.base, self.names[0]),
             ("test", self.comparison.test, self.names[1]),
         ):
-            places: Counter[str] = Counter()  # by benchmark, as in `Result`
+            places: Counter[str] = Counter()  # position among the runs of its benchmark
             for run in runs:
                 place = places[run.benchmark]
                 places[run.benchmark] += 1
@@ -155,23 +152,24 @@ class Versus:
                 count = f"{len(cases) - len(whys)} of {len(cases)}"
                 about = [run.label, side, count, load_text(run), when]
                 rows.append([*about, cut(list(dict.fromkeys(whys)), 3)])
-        heads = ["run", "side", "counts in", "others' CPU use", "started", "why it does not count"]
+        cpu = "CPU use by other processes"
+        heads = ["run", "side", "counts in", cpu, "started", "why it does not count"]
         if not any(row[-1] for row in rows):
             heads, rows = heads[:-1], [row[:-1] for row in rows]
         return Table("Runs", heads, rows, marks)
 
 
 class Folder(NamedTuple):
-    """A folder of ab.py, as its plan describes it."""
+    """A folder of ab.py, as described by its plan."""
 
     path: Path
     commands: dict[str, str]  # name -> the command with its variables; the first one is A
-    looks: list[int]  # numbers of rounds
+    looks: list[int]  # numbers of rounds after which the result was evaluated
     interleave: bool
     verdict: Verdict
 
     def reports(self) -> list[str]:
-        """All reports of the commands; no other file of the folder."""
+        """The reports of all commands, without other files of the folder."""
         found = [path for name in self.commands for path in (self.path / name).glob("*.jsonl")]
         return sorted(map(str, found))
 
@@ -181,7 +179,7 @@ def is_folder(word: str) -> bool:
 
 
 def read_folder(word: str) -> Folder:
-    """The plan in a folder of ab.py. Raises ValueError if it is damaged."""
+    """Read the plan in a folder of ab.py. Raises ValueError if it is damaged."""
     path = Path(word)
     lines = read_lines(path / PLAN)
     commands = {name: text for kind, name, text in map(split_line, lines) if kind == "command"}
@@ -194,7 +192,7 @@ def read_folder(word: str) -> Folder:
         looks = [int(number) for number in json.loads(settings["looks after runs"])]
         verdict = Verdict(**json.loads((path / VERDICT).read_text()))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no whole folder of ab.py: {error}") from None
+        raise ValueError(f"{path} is not a complete folder of ab.py: {error}") from None
     if len(commands) < 2 or not looks:
         raise ValueError(f"{path / PLAN} names {len(commands)} commands, expected 2 or more")
     return Folder(path, commands, looks, settings.get("interleave") == "True", verdict)
@@ -209,9 +207,10 @@ def split_line(line: str) -> tuple[str, str, str]:
 def compare_folder(
     folder: Folder, given: argparse.Namespace, runs: Sequence[Run], commands: dict[str, str]
 ) -> list[Section]:
-    """What ab.py printed of a folder, from its runs. given: flags, None where ab.py's own hold.
+    """The comparison that ab.py printed for a folder, computed again from its runs.
 
-    commands: their texts as the page shows them. Raises ValueError if no case is on both sides.
+    given: flags of report.py; None for those of the last call of ab.py. commands: their texts for
+    the page. Raises ValueError if no case is on both sides.
     """
     verdict = with_flags(folder.verdict, given)
     names = list(folder.commands)
@@ -235,21 +234,21 @@ def compare_folder(
         return compare(*sides(chosen, *paths), design)
 
     rounds = {name: rounds_of(name) for name in names}
+    common = min(rounds.values())
+    if not common:
+        raise ValueError("no round is complete")
     if len(names) == 2:
-        common = min(rounds.values())
-        if not common:
-            raise ValueError("no round is complete")
         a, b = names
         sides_of_pair = commands[a], commands[b]
         pair = Versus(compared(a, b, common), (a, b), sides_of_pair, verdict.is_like_with_like)
         section = pair.section()
-        section.loud += without_partner(rounds, common)
+        section.warnings += unfinished_rounds(rounds, common)
         return [section]
     return sections_of_race(folder, rounds, compared, commands, verdict.margin)
 
 
 def with_flags(verdict: Verdict, given: argparse.Namespace) -> Verdict:
-    """The flags of ab.py, or those given to report.py."""
+    """The flags of ab.py, overridden by those given to report.py."""
     changed = {}
     if given.margin is not None:
         changed["margin"] = given.margin
@@ -260,10 +259,10 @@ def with_flags(verdict: Verdict, given: argparse.Namespace) -> Verdict:
     return verdict._replace(**changed)
 
 
-def without_partner(rounds: dict[str, int], common: int) -> list[str]:
-    """What to say of runs whose round was not finished."""
+def unfinished_rounds(rounds: dict[str, int], common: int) -> list[str]:
+    """A remark on runs whose round was not finished."""
     more = [f"{name}/{common + 1:02d}" for name, count in rounds.items() if count > common]
-    return [f"{', '.join(more)} has no partner: the round was not finished."] if more else []
+    return [f"{', '.join(more)} has no partner: its round was not finished."] if more else []
 
 
 def sections_of_race(
@@ -273,9 +272,7 @@ def sections_of_race(
     commands: dict[str, str],
     margin: float,
 ) -> list[Section]:
-    """The order of several commands, and each against the best one."""
-    if not min(rounds.values()):
-        raise ValueError("no round is complete")
+    """The result of a race, and each command against the best one."""
     race, is_finished = replay(folder.looks, rounds, compared)
     comparisons = against_the_best(race, compared)
     headline, *warnings = conclusions(race, comparisons, margin)
@@ -289,17 +286,16 @@ def sections_of_race(
         rows.append([name, verdict, ratio, ends, str(race.rounds[name]), commands[name]])
     header, _ = table_of(next(iter(comparisons.values())))
     heads = ("name", "verdict", f"against {race.best}", header[4], "rounds", "command")
-    title = "Each against the best"
+    title = "Each command against the best one"
     if any(not result.key for result in results.values()):
-        title += ": geometric means over the cases"
-    loud = warnings
+        title += ": geometric means over cases"
     if not is_finished:
-        loud = ["The race was not finished: the order may change.", *warnings]
+        warnings = ["The race was not finished, so the order may change.", *warnings]
     overview = Section(
-        "Which is the fastest?",
+        "Which command is the fastest?",
         [],
         answers=[headline],
-        loud=loud,
+        warnings=warnings,
         first=[Table(title, heads, rows, marks)],
         figures=partial(all_rounds, results, race.best),
     )
@@ -311,7 +307,7 @@ def sections_of_race(
 
 
 def compare_sides(base: Sequence[str], given: argparse.Namespace, runs: Sequence[Run]) -> Section:
-    """What compare.py prints of two sides. given: its flags; a margin of None is the default.
+    """The comparison that compare.py prints. given: its flags; the margin may be None.
 
     Raises ValueError if no case is on both sides.
     """
@@ -322,12 +318,12 @@ def compare_sides(base: Sequence[str], given: argparse.Namespace, runs: Sequence
     comparison = two_sides(flags, chosen)
     commands = []
     for side in (comparison.base, comparison.test):
-        commands.append(show.list_once(command_of(run) for run in side))
+        commands.append(show.join_distinct(command_of(run) for run in side))
     return Versus(comparison, ("BASE", "TEST"), (commands[0], commands[1])).section()
 
 
 def command_of(run: Run) -> str:
-    """The command of a report, without the name of the report."""
+    """The command of a report, without the path of the report."""
     words = list(map(str, run.argv))
     for flag in ("--json", "-J", "--output-file"):
         if flag in words[:-1]:

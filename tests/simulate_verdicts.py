@@ -120,18 +120,22 @@ def race(rng: Rng, slow: float = 0, keep_levels: bool = False) -> set[str]:
 
 # what is simulated | what is promised, and one simulation
 CASES: dict[str, Callable[[Rng], float]] = {
-    "the interval holds | 95 %": lambda rng: holds(equal(rng)),
-    "the same, TEST scatters 3 times as much | 95 %": lambda rng: holds(equal(rng, scale=3)),
-    "the same, in turn on a machine that drifts | 95 %": lambda rng: holds(drifting(rng, True)),
+    "the interval contains the true ratio | 95 %": lambda rng: holds(equal(rng)),
+    "the same, if TEST varies 3 times as much | 95 %": lambda rng: holds(equal(rng, scale=3)),
+    "the same, if runs alternate on a drifting machine | 95 %": lambda rng: holds(
+        drifting(rng, True)
+    ),
     "equal programs are called different | at most 5 %": lambda rng: is_called(equal(rng)),
-    "the same, all of BASE first, on a machine that drifts | a warning": (
+    "the same, if all of BASE runs first on a drifting machine | a warning": (
         lambda rng: is_called(drifting(rng, False))
     ),
-    "false calls of all calls, 24 cases | at most 5 %": a_false_call_among_24,
-    "three times the runs that the last line names decide | 9 of 10": decides,
-    "6 pairs show the smallest change | 9 of 10": shows_smallest_change,
+    "false discoveries among all discoveries, 24 cases | at most 5 %": a_false_call_among_24,
+    "three times the recommended number of runs decides | 9 of 10": decides,
+    "6 pairs detect the smallest change | 9 of 10": shows_smallest_change,
     "4 equal commands: one is called slower | at most 5 %": lambda rng: bool(race(rng)),
-    "the same, each command keeps a level | a warning": lambda rng: bool(race(rng, 0, True)),
+    "the same, if each command has correlated times | a warning": lambda rng: bool(
+        race(rng, 0, True)
+    ),
     "one of 4 is 10 % slower, and is dropped | ": lambda rng: "3" in race(rng, 0.1),
 }
 

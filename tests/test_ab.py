@@ -29,7 +29,7 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
         command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=500
     )
     assert done.returncode == 0, done.stderr
-    assert "their blocks took turns" in done.stdout
+    assert "with interleaved blocks" in done.stdout
     for side, names in (("a", ["all_reduce", "broadcast"]), ("b", ["all_reduce"])):
         report = load(str(tmp_path / side / "01.jsonl"))
         assert [case.key["collective"] for case in report.cases] == names

@@ -29,7 +29,7 @@ frame.onload = () => {
     width: window_.innerWidth,
     content: page.documentElement.scrollWidth,
     answers: [...page.querySelectorAll(".answer")].map(bottom),
-    warnings: [...page.querySelectorAll(".loud")].map(bottom),
+    warnings: [...page.querySelectorAll(".warning")].map(bottom),
     figures: page.querySelectorAll("svg").length,
     verdicts: [...page.querySelectorAll("caption")].filter((one) => one.innerText == "Verdicts")
       .map((one) => one.closest("table").rows[1].cells[1].getBoundingClientRect().right),

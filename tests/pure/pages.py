@@ -31,6 +31,6 @@ def tables_of(page: str) -> dict[str, list[list[str]]]:
 
 
 def lines_of(page: str, kind: str) -> list[str]:
-    """The paragraphs of a class: answer, loud or quiet; "" for those without one."""
+    """The paragraphs of a class: answer, warning or detail; "" for those without one."""
     begin = f'<p class="{kind}">' if kind else "<p>"
     return [text_of(text) for text in re.findall(f"{begin}(.*?)</p>", page, re.DOTALL)]

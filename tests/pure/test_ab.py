@@ -25,9 +25,9 @@ from analysis.ab import (
     total_time,
 )
 from analysis.commands import Command
-from analysis.evidence import UNLIKE
+from analysis.evidence import UNEQUAL_LOAD
 from analysis.race import Race, sentence
-from analysis.verdicts import Comparison, Design, Result, persists
+from analysis.verdicts import Comparison, Design, Result, is_autocorrelated
 from common.report import load
 from tests.pure.reports import ROOT, SIGNALS, run
 from tests.pure.tables import check_pair
@@ -114,12 +114,12 @@ def test_abba_and_resume(out: Path) -> None:
     check_pair(pair, again.stdout)
     other = run("ab.py", *flags_of(out, "0.1 x", "0.12 x", *more))
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
-    assert "fake.py 0.12 x; give another --out" in other.stderr
+    assert "fake.py 0.12 x; choose another --out" in other.stderr
     (out / "upgraded").touch()  # to another torch
     (out / "a" / "01.jsonl").unlink()
     other = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
     assert other.returncode == 1
-    assert "a/02.jsonl has torch 2, this run 3: not of one kind" in other.stderr
+    assert "a/02.jsonl has torch 2, this run 3, so the environments differ" in other.stderr
 
 
 def test_an_edited_program_is_not_the_one_of_before(
@@ -139,16 +139,16 @@ def test_an_edited_program_is_not_the_one_of_before(
     def refused() -> str:
         done = run("ab.py", *flags)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        assert "is the plan of another call: " in done.stderr
+        assert "belongs to a different call: " in done.stderr
         return done.stderr
 
     for path in (script, helper):
         before = path.read_text()
         path.write_text(f"{before}\n# edited\n")
-        assert f"{path.name} has changed; give another --out" in refused()
+        assert f"{path.name} has changed; choose another --out" in refused()
         path.write_text(before)
     monkeypatch.setenv("F", "2")
-    assert ": F was unset, is 2 now; give another --out" in refused()
+    assert ": F was unset, is 2 now; choose another --out" in refused()
     monkeypatch.delenv("F")
     monkeypatch.setenv("HF_TOKEN", "hunter3")
     assert re.search(r": HF_TOKEN was \(not shown; hash \w+\), is \(not shown; hash", refused())
@@ -163,7 +163,7 @@ def test_a_program_that_is_edited_between_two_runs(out: Path) -> None:
     (out.parent / "fake.py").write_text(f"{COMMAND}\n{edits}\n")
     done = run("ab.py", *flags_of(out, "0.1 x", "0.1 y", "--runs", "2"))
     assert done.returncode == 1
-    assert "fake.py changed since the first run; restore it, or give another --out" in done.stderr
+    assert "fake.py changed since the first run; restore it, or choose another --out" in done.stderr
     assert len(list(out.rglob("*.jsonl"))) == 1
 
 
@@ -173,7 +173,10 @@ def test_a_folder_with_files_of_others_is_refused(out: Path) -> None:
     notes.write_text("my notes")
     done = run("ab.py", *flags_of(out, "0.1 x", "0.1 x"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "a holds 01.jsonl, of no plan of this program; give another --out" in done.stderr
+    assert (
+        "a contains 01.jsonl, but ab.py has no plan for this folder; choose another --out"
+        in done.stderr
+    )
     assert notes.read_text() == "my notes"
     assert [path.name for path in sorted(out.rglob("*"))] == ["a", "01.jsonl"]  # nothing is added
 
@@ -200,7 +203,7 @@ def test_a_against_a(out: Path) -> None:
     assert re.search(r"^case +BASE .* interval +smallest change\n", done.stdout, re.M)
     # the fake times depend on the round alone
     assert re.search(r"^x +100.2 ms +100.2 ms +1.00x +1 to 1 +0 %$", done.stdout, re.M)
-    assert "# smallest change: 4 runs a side show it in 9 of 10 comparisons" in done.stdout
+    assert "# smallest change: 4 runs per side detect it in 9 of 10 comparisons" in done.stdout
     words = (*words, "--format", "json")
     as_json = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
     check_pair(json.loads(as_json.stdout)["pairs"][0], done.stdout, is_like_with_like=True)
@@ -215,7 +218,7 @@ def test_several_commands_that_take_turns(out: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("equal", "slow"):
         assert f"# BASE: quick. TEST: {name}.\n" in done.stdout
-    assert "their blocks took turns; 6 looks share the 5 % of error" in done.stdout
+    assert "with interleaved blocks; 6 looks share the error rate of 5 %" in done.stdout
     assert done.stdout.splitlines()[-1] == (
         "# no clear best; smallest mean time: quick; equal is the same within 2 %; "
         "slow is 1.1 (1.1 to 1.1) times slower"
@@ -246,8 +249,8 @@ def test_several_commands_that_take_turns(out: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("fail", r"b 1: exit status 1; it has written no report; .*:\n    a reason to fail\n"),
-        ("no turns", "it took no turns; only this project's scripts can"),
+        ("fail", r"b 1: exit status 1; no report was written; .*:\n    a reason to fail\n"),
+        ("no turns", "it did not take turns; --interleave requires scripts of this project"),
     ],
 )
 def test_a_command_that_fails_ends_the_round(out: Path, mode: str, message: str) -> None:
@@ -324,7 +327,7 @@ def test_what_may_differ_in_a_call_that_continues(out: Path) -> None:
     for more in ("--runs 3", "--interleave", "--b-env X=1"):
         done = run("ab.py", *flags, *more.split())
         assert (done.returncode, done.stdout) == (2, ""), more
-        assert "is the plan of another call: it lacks" in done.stderr
+        assert "belongs to a different call: its plan lacks" in done.stderr
 
 
 def test_a_command_may_change_its_folder(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +343,7 @@ def test_a_command_may_change_its_folder(out: Path, monkeypatch: pytest.MonkeyPa
 def test_the_estimates_by_hand() -> None:
     """40 s a round: 6 rounds are 4 min, 12 are 8 min, 24 are 16 min."""
     assert total_time(40, 6, 6, None) == (
-        "; 6 rounds take about 4 min, or up to 8 min if load makes pairs useless"
+        "; 6 rounds take about 4 min, or up to 8 min if disturbed pairs are replaced"
     )
     assert total_time(40, 6, 0, None) == "; 6 rounds take about 4 min"
     assert total_time(40, 24, 0, 6) == (
@@ -358,15 +361,15 @@ def test_a_line_for_each_round(
     """Each takes 40 s. One of 2 pairs is disturbed, so a third one follows, of at most 4."""
     monkeypatch.setattr(ab, "run_round", lambda commands, number, interleave: 40.0)
     commands = {name: Command(name, "x", {}, tmp_path / name) for name in "ab"}
-    disturbed = Result("x", {"n": 1}, left_out={"a/01 and b/01": UNLIKE})
+    disturbed = Result("x", {"n": 1}, left_out={"a/01 and b/01": UNEQUAL_LOAD})
     comparison = Comparison([disturbed], None, [], [], [], [], Design(paired=True))
     _, rounds = run_rounds(commands, [2], 4, Plan(1, False), lambda base, test, n: comparison)
     assert rounds == 3
     assert capsys.readouterr().err.splitlines() == [
         "round 1 of 2, 2 commands, took 40 s; 2 rounds take about 80 s, "
-        "or up to 3 min if load makes pairs useless",
+        "or up to 3 min if disturbed pairs are replaced",
         "round 2 of 2, 2 commands, took 40 s",
-        "round 3 of 3, 2 commands, in place of one that load made useless, took 40 s",
+        "round 3 of 3, 2 commands, replacing a disturbed pair, took 40 s",
     ]
 
 
@@ -383,7 +386,7 @@ def test_a_level_that_persists_over_rounds_by_hand() -> None:
         ([0.1] * 8, False),
         ([1, -1, 1, -1], False),
     ):
-        assert persists([math.exp(x) for x in logs]) == expected
+        assert is_autocorrelated([math.exp(x) for x in logs]) == expected
 
 
 def test_the_last_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,7 +411,8 @@ def test_the_last_lines(capsys: pytest.CaptureFixture[str]) -> None:
     show_race(race, compared, 0.02)
     *_, said, warning = capsys.readouterr().out.splitlines()
     assert said == (
-        "# no clear best; smallest mean time: b; f has no time to compare; c cannot be told apart "
-        "from it; e was slower than d; a is 1.12 (1.08 to 1.17) times slower"
+        "# no clear best; smallest mean time: b; f has no time to compare; c does not differ "
+        "significantly: 1.01 times (0.98 to 1.04); e was slower than d; "
+        "a is 1.12 (1.08 to 1.17) times slower"
     )
-    assert warning.startswith("# warning: a against b: a level that persists over rounds; ")
+    assert warning.startswith("# warning: a against b: the ratio is correlated from round to round")

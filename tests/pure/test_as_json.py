@@ -115,7 +115,7 @@ def test_too_few_runs_and_pairs(tmp_path: Path) -> None:
     content, table = document("compare.py", a, "--test", b, "--paired", "--fail-on", "slower")
     check_pair(content["pairs"][0], table)
     (row,) = content["pairs"][0]["cases"]
-    why = "other processes used the cores unequally during the two runs of a pair: "
+    why = "other processes loaded the two runs of a pair differently: "
     loads = "0 of 2 cores and 1 of 2 cores"
     assert [(one["counts"], one["why"]) for one in row["runs"]] == [
         (True, None),
@@ -137,6 +137,30 @@ def test_a_run_whose_pair_does_not_count(tmp_path: Path) -> None:
     runs = content["pairs"][0]["cases"][0]["runs"]
     other = f"the other run of its pair, {tmp_path}/b/1.jsonl, does not count"
     assert [one["why"] for one in runs] == [None, other, None, None, "failed: x", None]
+
+
+def test_a_case_has_the_runs_of_its_benchmark(tmp_path: Path) -> None:
+    """Two benchmarks per side, whose reports alternate in time. 0.2 s of one are not 0.1 s of the
+    other, and the first run of `b` in TEST was interrupted."""
+    for side in "ab":
+        for i in range(6):
+            name = "xy"[i % 2]
+            times = [0.1 if name == "x" else 0.2] * 5
+            status = None if (side, i) == ("b", 1) else "complete"
+            about: dict[str, Any] = {"benchmark": name, "started_at": start(i), "status": status}
+            write(tmp_path / side / f"{i}.jsonl", case("step", times), **about)
+    content, _ = document("compare.py", str(tmp_path / "a"), "--test", str(tmp_path / "b"))
+    (pair,) = content["pairs"]
+    assert [one["benchmark"] for one in pair["cases"]] == ["x", "y"]
+    for row, seconds, numbers in zip(pair["cases"], (0.1, 0.2), ("024", "135"), strict=True):
+        paths = [str(tmp_path / side / f"{i}.jsonl") for side in "ab" for i in numbers]
+        assert [one["run"] for one in row["runs"]] == paths
+        counted = [one["time_s"] for one in row["runs"] if one["counts"]]
+        assert counted == pytest.approx([seconds] * len(counted))
+    assert [one["why"] for one in pair["cases"][1]["runs"]] == [None] * 3 + [
+        "interrupted",
+        *[None] * 2,
+    ]
 
 
 def test_numbers_that_json_lacks_are_null() -> None:

@@ -65,8 +65,8 @@ def test_bytes_and_bandwidths_without_waiting(tmp_path: Path) -> None:
     }
     alone = bandwidths(paths[0])
     assert alone["all_reduce"] == ["2", "2", "3M", "4.4", "0.7149", "0.7149", "44.2"]
-    line = "# without the trace of each rank of a group: times of all_gather, all_reduce include "
-    assert remarks(paths[0]) == [f"{line}waiting for other ranks"]
+    line = "# times of all_gather, all_reduce include waiting for other ranks, because "
+    assert remarks(paths[0]) == [f"{line}some ranks of a group have no trace"]
 
 
 def test_the_factors_of_nccl_tests() -> None:
@@ -80,8 +80,9 @@ def test_messages_are_those_of_a_rank(tmp_path: Path) -> None:
     ranks = [rank_of_two(0, collective("send", 4500, length, MIB)) for length in (3000, 1000)]
     paths = save_ranks(tmp_path, *ranks)
     assert bandwidths(*paths)["send"] == ["2", "1", "1M", "2", "0.5243", "0.5243", "20.1"]
-    why = "which calls of the ranks belong together is not known"
-    assert remarks(*paths)[0] == f"# {why}: times of send include waiting for other ranks"
+    why = "their calls cannot be matched between ranks"
+    line = f"# times of send include waiting for other ranks, because {why}"
+    assert remarks(*paths)[0] == line
 
 
 # -- the time alone --------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def test_how_many_times_what_the_machine_does_alone(tmp_path: Path) -> None:
     rows = bandwidths(*paths, "--against", against)
     assert rows["all_reduce"][-4:] == ["30.2", "1.5", "2.00", "1.58 to 2.50"]
     assert rows["all_gather"][-4:] == ["10.1", "0.25", "4.00", "4.00 to 4.00"]
-    what = "2.00 times (1.58 to 2.50) what this machine needs for it alone; 30.2% of the step"
+    what = "it takes 2.00 times (1.58 to 2.50) as long as in isolation, and 30.2% of the step"
     assert remarks(*paths, "--against", against)[-1] == f"# all_reduce of dp matters most: {what}"
 
 
@@ -151,7 +152,9 @@ def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
     assert f"# not compared: all_reduce of dp, 4 of 4 calls: {what}" in lines
     assert lines[-1] == "# no collective of these traces can be compared"
     apart = remarks(*paths, "--against", against, "--gpus-per-node", "1")
-    assert apart[-1].startswith("# all_reduce of dp matters most: 2.00 times (1.58 to 2.50)")
+    assert apart[-1].startswith(
+        "# all_reduce of dp matters most: it takes 2.00 times (1.58 to 2.50)"
+    )
 
 
 def test_a_type_that_was_not_measured(tmp_path: Path) -> None:
@@ -165,7 +168,7 @@ def test_a_type_that_was_not_measured(tmp_path: Path) -> None:
     against = scan(tmp_path / "c.jsonl", *all_reduces())
     assert bandwidths(*paths, "--against", against)["all_reduce"][2] == "1M"
     lines = remarks(*paths, "--against", against)
-    assert "# alone: all_reduce was measured with float32, not with bfloat16" in lines
+    assert "# alone: all_reduce was measured with float32 instead of bfloat16" in lines
 
 
 def test_layouts() -> None:
@@ -214,4 +217,4 @@ def test_what_is_no_report_of_collectives(tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
     assert re.search("--against .*No such file", refusal(*paths, "--against", absent))
     damaged = scan(tmp_path / "d.jsonl", measured("all_reduce", 8, 1.0) | {"key": {}})
-    assert "an entry is not what a script writes" in refusal(*paths, "--against", damaged)
+    assert "an entry does not have the expected form" in refusal(*paths, "--against", damaged)

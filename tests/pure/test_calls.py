@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from analysis.calls import late_by_rank, sentence
+from analysis.calls import lateness_by_rank, sentence
 from tests.pure.traces import (
     GEMM,
     Events,
@@ -48,8 +48,8 @@ def test_the_late_rank_is_named_by_cost_and_not_by_count(tmp_path: Path) -> None
     paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1))
     assert columns(*paths) == {"0": ["30", "0.045"], "1": ["0.045", "30"]}
     # steps of 50, 50 and 41 + 9 * 0.3 - 0.3 + 0.045 = 43.445 ms: 47.815 in the mean
-    cost = "30 ms of a step of 47.81 ms (62.7%), in 3 of 3 steps for more than 5%"
-    line = f"makes the others wait {cost}; mostly in all_reduce of dp"
+    cost = "30 ms of a 47.81 ms step (62.7%), for more than 5% in 3 of 3 steps"
+    line = f"makes the other ranks wait {cost}; mostly in all_reduce of dp"
     assert remarks(*paths) == [f"# rank 1 {line}"]
     paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1), hosts=["vm7", "vm8"])
     assert remarks(*paths) == [f"# rank 1 on vm8 {line}"]
@@ -58,18 +58,18 @@ def test_the_late_rank_is_named_by_cost_and_not_by_count(tmp_path: Path) -> None
 def test_two_equal_traces_name_none(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, late_by_cost(1), late_by_cost(1))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
-    assert remarks(*paths) == ["# no rank makes the others wait for more than 5% of a step"]
+    assert remarks(*paths) == ["# no rank makes the other ranks wait for more than 5% of a step"]
 
 
 def test_lateness_counts_at_the_median_of_the_others() -> None:
     """The shortest call is that of the rank that came last."""
-    assert late_by_rank({0: 31.0, 1: 1.0}) == {0: 0, 1: 30}
+    assert lateness_by_rank({0: 31.0, 1: 1.0}) == {0: 0, 1: 30}
     # two ranks of four come 30 ms later than the others: both are late
-    assert late_by_rank({0: 31, 1: 1, 2: 1.5, 3: 31}) == {0: 0, 1: 30, 2: 29.5, 3: 0}
+    assert lateness_by_rank({0: 31, 1: 1, 2: 1.5, 3: 31}) == {0: 0, 1: 30, 2: 29.5, 3: 0}
     # one early rank of three does not make the others late
-    assert late_by_rank({0: 31, 1: 1, 2: 1}) == {0: 0, 1: 0, 2: 0}
+    assert lateness_by_rank({0: 31, 1: 1, 2: 1}) == {0: 0, 1: 0, 2: 0}
     # of five, the median of the others of rank 0 is (2 4 6 8: the lower) 4
-    assert late_by_rank({0: 1, 1: 2, 2: 4, 3: 6, 4: 8}) == {0: 3, 1: 2, 2: 0, 3: 0, 4: 0}
+    assert lateness_by_rank({0: 1, 1: 2, 2: 4, 3: 6, 4: 8}) == {0: 3, 1: 2, 2: 0, 3: 0, 4: 0}
 
 
 @pytest.mark.parametrize(
@@ -78,36 +78,36 @@ def test_lateness_counts_at_the_median_of_the_others() -> None:
         # 5 % of the step is no more than 5 %
         (
             [(5, 5, 5), (0, 0, 0)],
-            "no rank makes the others wait for more than 5% of a step",
+            "no rank makes the other ranks wait for more than 5% of a step",
         ),
         (
             [(6, 6, 6), (0, 0, 0)],
-            "rank 0 makes the others wait 6 ms of a step of 100 ms (6.0%",
+            "rank 0 makes the other ranks wait 6 ms of a 100 ms step (6.0%",
         ),
         # in most steps: 2 of 3
         (
             [(9, 9, 0), (0, 0, 0)],
-            "rank 0 makes the others wait 6 ms of a step of 100 ms (6.0%",
+            "rank 0 makes the other ranks wait 6 ms of a 100 ms step (6.0%",
         ),
         (
             [(90, 0, 0), (0, 0, 0)],
-            "no rank is late in most steps; the others wait 30 ms of a ",
+            "no rank is late in most steps; the other ranks wait 30 ms of a ",
         ),
         # a tie, and a rank that stands out by more than 5 % of a step
         (
             [(20, 20, 20), (16, 16, 16)],
-            "no rank stands out: the others wait 20 ms of a step",
+            "no rank stands out: the other ranks wait 20 ms of a 100 ms",
         ),
         (
             [(20, 20, 20), (9, 9, 9)],
-            "rank 0 makes the others wait 20 ms of a step of 100 ms",
+            "rank 0 makes the other ranks wait 20 ms of a 100 ms step",
         ),
         # by more than that in the mean, but not in most steps
-        ([(90, 9, 9), (9, 9, 9)], "no rank stands out: the others wait 36 ms of a step"),
+        ([(90, 9, 9), (9, 9, 9)], "no rank stands out: the other ranks wait 36 ms of a 100 ms"),
         # two of four
         (
             [(30, 30, 30), (0, 0, 0), (29, 29, 29), (0, 0, 0)],
-            "the others wait for 2 ranks: 30 ms of a step of 100 ms (30.0%) for rank 0, 29 ms of",
+            "the other ranks wait for 2 ranks: 30 ms of a 100 ms step (30.0%) for rank 0, 29 ms of",
         ),
     ],
 )
@@ -166,8 +166,8 @@ def test_calls_are_matched_by_seq(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, gathers(), gathers(dropped=True))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
     assert remarks(*paths) == [
-        "# left out 3 calls of dp that not every trace has",
-        "# no rank makes the others wait for more than 5% of a step",
+        "# left out 3 calls of dp that some traces do not contain",
+        "# no rank makes the other ranks wait for more than 5% of a step",
     ]
 
 
@@ -175,7 +175,7 @@ def test_windows_that_start_apart(tmp_path: Path) -> None:
     """Rank 1's profiler started a step later: 8 of its calls are in the trace of rank 0."""
     paths = save_ranks(tmp_path, gathers(), gathers(windows=1))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
-    assert remarks(*paths)[0] == "# left out 8 calls of dp that not every trace has"
+    assert remarks(*paths)[0] == "# left out 8 calls of dp that some traces do not contain"
 
 
 def test_without_seq_other_numbers_of_calls_are_left_out(tmp_path: Path) -> None:

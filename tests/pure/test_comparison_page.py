@@ -72,7 +72,7 @@ def assert_agree(page: str, printed: str) -> None:
     ]
     assert headline in lines_of(page, "answer")
     assert set(notes) <= set(lines_of(page, "")) | set(lines_of(page, "answer"))
-    assert set(told[:2]) <= set(lines_of(page, "quiet"))
+    assert set(told[:2]) <= set(lines_of(page, "detail"))
 
 
 def assert_divided(base: str, test: str, ratio: str) -> None:
@@ -143,11 +143,11 @@ def test_runs_that_are_left_out_are_named_with_their_reason(tmp_path: Path) -> N
     }
     assert found["test/02"]["counts in"] == "0 of 3"
     assert found["test/01"]["counts in"] == "3 of 3"
-    assert found["test/01"]["others' CPU use"] == "0.02 of 2 cores"
-    loud = lines_of(page, "loud")
-    assert "left out: a copy of test/01: test/09" in loud
+    assert found["test/01"]["CPU use by other processes"] == "0.02 of 2 cores"
+    warnings = lines_of(page, "warning")
+    assert "left out: a copy of test/01: test/09" in warnings
     what = "left out: other processes used more than a tenth of the cores: "
-    assert f"{what}test/02 (1.5 of 2 cores), test/04 (1.5 of 2 cores)" in loud
+    assert f"{what}test/02 (1.5 of 2 cores), test/04 (1.5 of 2 cores)" in warnings
 
 
 def test_what_differs_stands_beside_the_verdicts(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_differs_stands_beside_the_verdicts(tmp_path: Path) -> None:
         ["devices (hardware)", "H100", "A100"],
         ["torch", "2.14.1", "2.15.0"],
     ]
-    assert "The hardware differs: devices." in lines_of(page, "loud")
+    assert "The hardware differs: devices." in lines_of(page, "warning")
     same = page_of(tmp_path, base, "--test", side(tmp_path / "b", [1, 1, 1], 3, environment=old))
     assert "The environments of the two sides do not differ." in lines_of(same, "")
     assert "Differences of the environments" not in tables_of(same)
@@ -263,26 +263,26 @@ def test_a_folder_that_was_interrupted(tmp_path: Path, command: Callable[[float]
     (out / "b" / "03.jsonl").unlink()
     page = page_of(tmp_path, str(out))
     assert [row[-1] for row in tables_of(page)["Verdicts"][1:3]] == ["2 of 2, 2 of 2"] * 2
-    assert "a/03 has no partner: the round was not finished." in lines_of(page, "loud")
-    assert "3 usable pairs are needed, there are 2" in page
+    assert "a/03 has no partner: its round was not finished." in lines_of(page, "warning")
+    assert "3 usable pairs are needed, but there are 2" in page
     for report in (out / "b").glob("*.jsonl"):
         report.unlink()
     page = page_of(tmp_path, str(out))
-    assert lines_of(page, "loud") == ["The commands cannot be compared: no round is complete"]
+    assert lines_of(page, "warning") == ["The commands cannot be compared: no round is complete"]
     assert "What was measured" in tables_of(page)
     (out / "verdict.txt").write_text("{")
     done = run("report.py", str(out), "-o", str(tmp_path / "other.html"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "is no whole folder of ab.py: " in done.stderr
+    assert "is not a complete folder of ab.py: " in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--paired", "--paired needs --test"),
-        ("--measure step", "--measure needs --test"),
-        ("--margin 3%", "--margin needs two sides: --test, or a folder of ab.py"),
-        ("--ignore-key x", "--ignore-key needs two sides"),
+        ("--paired", "--paired requires --test"),
+        ("--measure step", "--measure requires --test"),
+        ("--margin 3%", "--margin requires two sides: --test, or a folder of ab.py"),
+        ("--ignore-key x", "--ignore-key requires two sides"),
     ],
 )
 def test_a_flag_of_comparisons_needs_two_sides(words: str, why: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_four_copies_of_one_run_are_one_run(tmp_path: Path) -> None:
         Path(path).write_text(Path(path).read_text() + "\n" * number)  # other bytes, the same run
     status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
     assert status == 4
-    assert "2 usable runs a side are needed, there are 2 of BASE and 1 of TEST" in printed
+    assert "2 usable runs per side are needed, but there are 2 of BASE and 1 of TEST" in printed
 
 
 def test_a_side_that_is_a_copy_of_the_other_one_is_not_the_same(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_run_that_did_not_end_in_order_is_no_evidence(tmp_path: Path, status: 
     assert f"# warning: left out: {why}: {test}/00.jsonl, {test}/01.jsonl" in printed
     page = tmp_path / "page.html"
     assert run("report.py", test, "-o", str(page)).returncode == 0
-    assert f"No evidence in a comparison: {why}: 00, 01, 02<" in page.read_text()
+    assert f"Not used in comparisons: {why}: 00, 01, 02<" in page.read_text()
 
 
 def test_a_case_that_failed_leaves_the_other_cases_of_its_run(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_interval_that_says_nothing_is_not_printed(tmp_path: Path) -> None:
     status, printed = gate(base, test)
     assert status == 4
     assert re.search(r"2.94x slower +no interval +undecided", printed)
-    assert "more than 100 runs a side would be needed for +-2 %; look for the cause" in printed
+    assert "more than 100 runs per side would be needed for +-2 %; look for the cause" in printed
     assert "even chance" not in printed
 
 
@@ -161,7 +161,7 @@ def test_disturbed_runs_are_left_out_by_their_load(tmp_path: Path) -> None:
     test = runs(tmp_path / "b", [1.12 * time for time in times], **BUSY)
     status, printed = gate(base, test)
     assert status == 4
-    assert "2 usable runs a side are needed, there are 0 of BASE and 0 of TEST" in printed
+    assert "2 usable runs per side are needed, but there are 0 of BASE and 0 of TEST" in printed
     busy = r"# warning: left out: other processes used more than a tenth of the cores: \S+/00.jsonl"
     assert re.search(rf"{busy} \(1.9 of 2 cores\), \S+", printed)
     status, printed = gate(base, test, "--allow-disturbed")
@@ -186,7 +186,7 @@ def test_an_effect_that_load_does_not_explain_is_reported(tmp_path: Path) -> Non
     test = runs(tmp_path / "b", [22.0, 22.2, 21.8], **BUSY)
     status, printed = gate(base, test)
     assert status == 1
-    assert "slower: over 5 times, which load does not explain" in printed
+    assert "slower: a change by a factor of more than 5, which load does not explain" in printed
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_a_pair_counts_if_its_sides_were_loaded_alike(
         gave, printed = gate(base, test, flag)
         assert gave == status
         if status == 4:
-            assert "2 usable pairs are needed, there are 0" in printed
-            assert "used the cores unequally during the two runs of a pair: " in printed
+            assert "2 usable pairs are needed, but there are 0" in printed
+            assert "loaded the two runs of a pair differently: " in printed
         else:
             assert ("slower [load not recorded]" in printed) == (a is None)
 
@@ -253,7 +253,7 @@ def test_a_command_that_copies_a_cached_report_has_one_run(tmp_path: Path) -> No
     words = ["ab.py", "--runs", "3", "--out", str(tmp_path / "out"), "--fail-on", "slower"]
     done = run(*words, "--a", sides[0], "--b", sides[1], "--allow-disturbed")
     assert done.returncode == 4, done.stdout
-    assert "3 usable pairs are needed, there are 1" in done.stdout
+    assert "3 usable pairs are needed, but there are 1" in done.stdout
     assert "left out: a copy of " in done.stdout
 
 
@@ -296,5 +296,5 @@ def test_a_printed_ratio_is_the_quotient_of_the_printed_times(
         quotient = test / base if row[7] == " slower" else base / test
         assert float(row[6]) == pytest.approx(quotient, abs=0.0051 + quotient * 1e-3)
         assert (test > base) == (row[7] == " slower")
-    estimator = "# BASE and TEST: geometric means over runs; of a run: "
+    estimator = "# BASE and TEST: geometric means over runs; time of a run: "
     assert f"{estimator}geometric mean over rounds of block medians or median over" in text

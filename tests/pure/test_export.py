@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.pure.reports import case, estimate, run, write
+from tests.pure.reports import ROOT, case, estimate, run, write
 
 
 def ddp(name: str, ranks: int, bucket: float | None = 25.0, **metrics: Any) -> dict[str, Any]:
@@ -69,15 +69,47 @@ def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:
 def test_what_pytorchs_report_has_no_room_for(tmp_path: Path) -> None:
     """Two bucket sizes; and a case so large that it has the slowest rank's times alone."""
     two = write(tmp_path / "two.jsonl", ddp("x", 2), ddp("y", 2, 1.0))
-    assert "--to pytorch has room for one of" in run("export.py", two, "--to", "pytorch").stderr
+    assert (
+        "--to pytorch can store only one setting, got {"
+        in run("export.py", two, "--to", "pytorch").stderr
+    )
     turns = ddp("x", 2)
     turns["key"] |= {"bucket_size_mb": None, "settings": "1MB none, 25MB none"}
     path = write(tmp_path / "turns.jsonl", turns)
-    told = "has room for one setting, got 1MB none, 25MB none of --interleave"
+    told = "can store only one setting, got 1MB none, 25MB none of --interleave"
     assert told in run("export.py", path, "--to", "pytorch").stderr
     bounded = ddp("x", 2) | {"bounded": True, "samples_s": {"step": [[1.1, 1.2]]}}
     large = write(tmp_path / "large.jsonl", bounded)
-    assert "needs each rank's times" in run("export.py", large, "--to", "pytorch").stderr
+    assert "requires the times of each rank" in run("export.py", large, "--to", "pytorch").stderr
+
+
+@pytest.mark.parametrize(
+    "path", ["tests/golden/small.jsonl", "docs/results/ddp_sweep_cpu_2ranks.jsonl"]
+)
+def test_exported_numbers_divide_like_printed_ones(path: str) -> None:
+    """By the formulas of tests/quotients.py. JSON has the same numbers as CSV."""
+    cases: dict[tuple[str, str], dict[str, float]] = {}
+    samples: dict[tuple[str, str], int] = {}
+    for row in csv.DictReader(io.StringIO(export(str(ROOT / path), "--to", "csv"))):
+        name = row["table"], row["case"]
+        cases.setdefault(name, {})[row["metric"]] = float(row["value"])
+        samples[name] = int(row["key.ranks"]) * int(row["key.batch_size"])
+    checked = set[str]()
+    for name, numbers in cases.items():
+        step_s = numbers["step_s"]
+        expected = {"samples_per_s": samples[name] / step_s}
+        if "exposed_s" in numbers:
+            expected["exposed_s"] = step_s - numbers["local_compute_s"]
+        if "efficiency" in numbers:
+            expected["efficiency"] = numbers["no_ddp_s"] / step_s
+        if "overlap" in numbers:
+            expected["overlap"] = 1 - numbers["exposed_s"] / numbers["communication_s"]
+        assert {metric: numbers[metric] for metric in expected} == pytest.approx(expected)
+        checked |= expected.keys()
+    assert checked >= {"samples_per_s", "exposed_s", "efficiency"}
+    for metric in ("step_s", "samples_per_s"):
+        rows = json.loads(export(str(ROOT / path), "--to", "gha", "--metric", metric))
+        assert {row["value"] for row in rows} == {numbers[metric] for numbers in cases.values()}
 
 
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:

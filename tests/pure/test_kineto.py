@@ -76,9 +76,15 @@ def test_operations_have_one_name() -> None:
 def test_a_merged_file_is_refused(tmp_path: Path) -> None:
     other = [one | {"pid": 200} if one["cat"] != "kernel" else one for one in kernel(GEMM, 20, 5)]
     path = save(tmp_path / "a.json", [*kernel(GEMM, 10, 5), *other])
-    assert "got events of 2 processes (100, 200) in one file: give a file for each" in refusal(path)
+    assert (
+        "got events of 2 processes (100, 200) in one file; expected a separate file for each"
+        in refusal(path)
+    )
     path = save(tmp_path / "b.json", [*kernel(GEMM, 10, 5), *kernel(GEMM, 20, 5, device=1)])
-    assert "got kernels of 2 devices in one file: give a file for each rank" in refusal(path)
+    assert (
+        "got kernels of 2 devices in one file; expected a separate file for each rank"
+        in refusal(path)
+    )
 
 
 # -- events that cannot be -------------------------------------------------------------------------
@@ -100,7 +106,7 @@ def test_an_event_that_runs_past_its_successors(tmp_path: Path) -> None:
     path = save(tmp_path / "rank0.json", healthy() + damaged)
     row = mean(path)
     assert (row["computing (%)"], row["exposed (%)"]) == ("52.9", "35.3")  # 1.8 and 1.2 of 3.4 ms
-    line = "# rank 0: 1 event runs past the next one on the same stream, for up to 2000 ms: cut: "
+    line = "# rank 0: 1 event runs past the next one on the same stream, by up to 2000 ms; cut: "
     assert remarks(path)[0] == line + "elementwise"
 
 
@@ -127,9 +133,9 @@ def test_a_gap_far_longer_than_the_kernel_is_no_duration() -> None:
     ]
     damaged = calls[0]._replace(start=100, end=5100)
     last = calls[0]._replace(start=500, end=510)
-    cut, (line,) = kineto.cut_impossible([*calls, damaged, last])
+    cut, (line,) = kineto.cut_overruns([*calls, damaged, last])
     assert [one.end for one in cut[-2:]] == [110, 510]
-    assert line.endswith("for up to 5 ms: cut: k")
+    assert line.endswith("by up to 5 ms; cut: k")
 
 
 @pytest.mark.parametrize("length", ["NaN", "-400", "Infinity", "null", '"7"', "1e400"])
@@ -139,7 +145,7 @@ def test_a_duration_that_cannot_be(length: str, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("12345", length))
     assert (mean(str(path))["ms"], mean(str(path))["computing (%)"]) == ("0.100", "20.0")
     (line,) = remarks(str(path))
-    assert line.startswith("# rank 3: left out 1 event without a possible duration (")
+    assert line.startswith("# rank 3: left out 1 event with an impossible duration (")
     assert line.endswith("): broken")
 
 
@@ -151,7 +157,7 @@ def test_another_accelerator_is_refused_by_category(category: Any, tmp_path: Pat
     about = {"ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 9, "args": {}}
     events = [about | {"cat": "cpu_op", "name": "aten::mm"}, about | {"cat": category, "name": "x"}]
     line = refusal(save(tmp_path / "x.json", events))
-    assert f"got events of another kind ({category}): only kernels of CUDA, ROCm and XPU" in line
+    assert f"got unsupported events ({category}); only kernels of CUDA, ROCm and XPU" in line
 
 
 def test_a_perfetto_trace_is_refused_by_name(tmp_path: Path) -> None:
@@ -189,7 +195,7 @@ def test_a_trace_that_is_cut_off(end: int) -> None:
     "text", ["[]", "7", '{"a": 1}', '{"traceEvents": 7}', '{"traceEvents": {"a": 1}}']
 )
 def test_json_that_is_no_trace(text: str) -> None:
-    with pytest.raises(kineto.NoTrace, match="JSON without traceEvents"):
+    with pytest.raises(kineto.NotATrace, match="JSON without traceEvents"):
         parsed(text)
 
 

@@ -76,7 +76,7 @@ def test_another_measure(tmp_path: Path) -> None:
     row, _ = load([path], "updates_per_s")[0].rows.values()
     assert (row.measure, row.time_s) == ("1 / updates_per_s", 0.125)
     for measure in ("exposed_s", "overlap", "broken_s"):
-        words = f"named '{measure}'; there are step, local compute, updates_per_s"
+        words = f"named '{measure}'; the names are step, local compute, updates_per_s"
         with pytest.raises(ValueError, match=f"{words}($|; did you)"):
             load([path], measure)
 
@@ -85,7 +85,7 @@ def test_fields_that_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", case("x"), case("y"))
     row, _ = load([path], ignore=["model"])[0].rows.values()
     assert row.key == {"setting": "x", "batch_size": 8}
-    with pytest.raises(ValueError, match="several cases differ in setting alone"):
+    with pytest.raises(ValueError, match="several cases differ only in setting"):
         load([path], ignore=["setting"])
 
 
@@ -154,7 +154,7 @@ def test_a_time_that_cannot_be_one_is_refused(
         (row,) = load([str(path)])[0].rows.values()
         assert row.time_s == 0  # as if it were missing
         return
-    why = "a.jsonl: case 'x' has a time that is not from 1e-12 to 1e+09 s"
+    why = "a.jsonl: case 'x' has a time outside of 1e-12 to 1e+09 s"
     with pytest.raises(ValueError, match=re.escape(why)):
         load([str(path)])
 
@@ -181,7 +181,7 @@ def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: P
     assert resumed_text(plain) == ""
     assert f"{path} was resumed: {told}" in compare([run], [plain], Design()).warnings
     _, sections = sections_of([path])
-    assert f"a was resumed: {told}." in sections[0].loud
+    assert f"a was resumed: {told}." in sections[0].warnings
     cells = str(sections[1].tables)
     assert "no ddp (2026-01-01 00:00 UTC on vm)" in cells
     assert "2 ranks (2026-01-02 03:04 UTC on node2)" in cells

@@ -1,4 +1,4 @@
-"""analysis/nccl_tests.py and foreign.py: reports of nccl-tests, rccl-tests and PyTorch's DDP
+"""analysis/nccl_tests.py and load.py: reports of nccl-tests, rccl-tests and PyTorch's DDP
 benchmark, in JSON and as tables."""
 
 import json
@@ -128,7 +128,7 @@ def test_jobs_that_have_written_at_once_are_refused() -> None:
     """Two programs of one rank each, line by line: nccl-tests was built without MPI."""
     done = run("compare.py", str(BASE), "--test", str(LOGS / "all_reduce_worlds.log"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "Rank 0 is on nodea and on nodeb: 2 jobs have written at once" in done.stderr
+    assert "Rank 0 is on nodea and on nodeb: 2 jobs wrote to it at once" in done.stderr
 
 
 def test_a_log_meets_a_report_of_collectives(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_json_of_pytorchs_ddp_benchmark(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_reports_are_refused(tmp_path: Path, document: Any) -> None:
-    with pytest.raises(ValueError, match=r"x\.json looks like a report of .*, but does not fit"):
+    with pytest.raises(ValueError, match=r"x\.json looks like a report of .*, but does not have"):
         read(tmp_path, json.dumps(document), "x.json")
 
 
@@ -293,8 +293,8 @@ def test_settings_of_two_sides_are_named(tmp_path: Path) -> None:
     paths = [str(tmp_path / "a.log"), "--test", str(tmp_path / "b.log")]
     done = run("compare.py", *paths)
     assert done.returncode == 2
-    why = "they differ in cudagraph (None in BASE, 1 in TEST); --ignore-key cudagraph joins"
-    assert f"no case is on both sides: {why} such cases" in done.stderr
+    why = "the keys differ in cudagraph (None in BASE, 1 in TEST); --ignore-key cudagraph joins"
+    assert f"no case is on both sides: {why} these cases" in done.stderr
     done = run("compare.py", *paths, "--ignore-key", "cudagraph")
     assert re.search(r"key.cudagraph: unset in BASE, 1 in TEST", done.stdout), done.stdout
 
@@ -386,8 +386,8 @@ def test_columns_before_2_11(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nccom.log", "has a table of nccom-test, which cannot be read"),
-        ("no_rows.log", "has the header of a table of nccl-tests and no rows: the log is cut off"),
+        ("nccom.log", "has a table of nccom-test, which is not supported"),
+        ("no_rows.log", "has the header of a table of nccl-tests, but no rows: it is truncated"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_named(name: str, why: str) -> None:

@@ -82,14 +82,17 @@ def test_which_variables_count() -> None:
 def test_in_what_a_call_differs_from_a_plan() -> None:
     begin = ["looks: [6]", "command a: x", "command b: y"]
     mine = ["file of a: 11 x.py", "file of b: 22 x.py", "inherited variable F=1"]
-    assert plan.misfit([*begin, *mine], [*begin, *mine]) == ""
-    assert plan.misfit([*begin, *mine], [*begin, *mine, "file of a: 33 made.txt"]) == ""
-    assert plan.misfit([*begin, *mine], ["looks: [8]", *begin[1:], *mine]) == "it lacks looks: [8]"
-    assert plan.misfit([*begin, *mine], [*begin[:2], *mine]) == "it has more commands"
+    assert plan.why_different([*begin, *mine], [*begin, *mine]) == ""
+    assert plan.why_different([*begin, *mine], [*begin, *mine, "file of a: 33 made.txt"]) == ""
+    assert (
+        plan.why_different([*begin, *mine], ["looks: [8]", *begin[1:], *mine])
+        == "its plan lacks looks: [8]"
+    )
+    assert plan.why_different([*begin, *mine], [*begin[:2], *mine]) == "its plan has more commands"
     edited = ["file of a: 12 x.py", "file of b: 22 x.py", "inherited variable G="]
     told = "x.py has changed, F was 1, is unset now, G was unset, is  now"
-    assert plan.misfit([*begin, *mine], [*begin, *edited]) == told
-    assert plan.misfit([*begin, *mine], [*begin, *mine[1:]]) == "x.py is gone"
+    assert plan.why_different([*begin, *mine], [*begin, *edited]) == told
+    assert plan.why_different([*begin, *mine], [*begin, *mine[1:]]) == "x.py is gone"
 
 
 def test_a_large_file_is_known_by_its_size_and_time(
@@ -98,7 +101,7 @@ def test_a_large_file_is_known_by_its_size_and_time(
     path = folder / "config.yaml"
     path.write_text("1234")
     assert len(plan.state_of(path)) == 12
-    monkeypatch.setattr(plan, "HASHED", 3)
+    monkeypatch.setattr(plan, "MAX_HASHED", 3)
     os.utime(path, ns=(5, 7))
     assert plan.state_of(path) == "4@7"
     assert plan.state_of(folder / "absent") == "gone"

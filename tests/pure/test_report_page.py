@@ -68,7 +68,7 @@ def ddp(ranks: int, seconds: float, **more: Any) -> dict[str, Any]:
     return case(f"{ranks} ranks" if ranks else "no ddp", [seconds] * 5, key=key, metrics=numbers)
 
 
-IDEAL = "one rank alone, timed in turns, times ranks"
+IDEAL = "ideal: one rank (timed alternately) x ranks"
 
 
 def dashes(figure: Figure) -> list[list[float]]:
@@ -196,9 +196,9 @@ def test_reports_of_different_machines(tmp_path: Path) -> None:
         path = tmp_path / f"r{number}.jsonl"
         reports.append(write(path, ddp(0, 0.1), argv=["x"], environment=inside))
     _, (summary, section, environment) = sections_of(reports)
-    assert summary.loud[0].startswith("The hardware of the ddp_sweep reports differs (devices)")
-    assert summary.loud[1] == "Nodes differ, r0: node2 has fewer cores"
-    assert section.quiet == ["In all cases: model resnet18, dtype fp32, ranks 1, ddp: no."]
+    assert summary.warnings[0].startswith("The hardware of the ddp_sweep reports differs (devices)")
+    assert summary.warnings[1] == "Nodes differ, r0: node2 has fewer cores"
+    assert section.details == ["In all cases: model resnet18, dtype fp32, ranks 1, ddp: no."]
     assert [row[0] for row in rows_of(section)] == ["case", *(f"no ddp, r{n}" for n in range(3))]
     assert environment.folded
     assert environment.tables[0].title == "2 of 4 fields differ"

@@ -8,10 +8,10 @@ from tests.process import ROOT
 from tests.simulate_verdicts import BESIDE, CASES, beside, by_ab, by_compare, share
 
 LIMITS = {  # how many simulations, the least and the most
-    "the same, TEST scatters 3 times as much | 95 %": (100, 0.85, 1),
+    "the same, if TEST varies 3 times as much | 95 %": (100, 0.85, 1),
     "equal programs are called different | at most 5 %": (100, 0, 0.12),
-    "the same, all of BASE first, on a machine that drifts | a warning": (100, 0.06, 1),
-    "false calls of all calls, 24 cases | at most 5 %": (8, 0, 0.15),
+    "the same, if all of BASE runs first on a drifting machine | a warning": (100, 0.06, 1),
+    "false discoveries among all discoveries, 24 cases | at most 5 %": (8, 0, 0.15),
     "4 equal commands: one is called slower | at most 5 %": (6, 0, 0.17),
     "one of 4 is 10 % slower, and is dropped | ": (4, 1, 1),
 }

@@ -85,7 +85,7 @@ def test_the_first_matches_do_not_count() -> None:
         ("took 1.2.3 ms\n", MS, 0, "expected a number above 0, got '1.2.3'"),
         ("took -5 ms\n", r"took (\S+) ms", 0, "expected a number above 0, got '-5'"),
         ("took 1e400 ms\n", r"took (\S+) ms", 0, "expected a number above 0, got '1e400'"),
-        ("took 1e30 ms\n", r"took (\S+) ms", 0, "has a time that is not from 1e-12 to 1e.09 s"),
+        ("took 1e30 ms\n", r"took (\S+) ms", 0, "has a time outside of 1e-12 to 1e.09 s"),
         # parts of numbers
         ("tps: 6,123\n", r"tps: ([\d.]+)", 0, "the whole number '6,123', got '6'; e.g. "),
         ("t=1.2e-05\n", r"t=([\d.]+)", 0, r"the whole number '1.2e-05', got '1.2'; e.g. \(\["),
@@ -121,7 +121,7 @@ def test_the_unit_is_never_a_guess() -> None:
     assert steps_of(flags("--step", r"(?P<rate>\d+)it/s"), {})
     with pytest.raises(ValueError, match="--unit: expected the unit of the numbers in 'tps: "):
         steps_of(flags("--step", r"tps: ([\d,]+)"), {})
-    with pytest.raises(ValueError, match=r"--unit s cannot be used with .*names of units"):
+    with pytest.raises(ValueError, match=r"--unit s cannot be used with .*named after their units"):
         steps_of(flags("--step", r"(?P<rate>\d+)it/s", "--unit", "s"), {})
 
 
@@ -148,7 +148,7 @@ def test_logs_are_runs(tmp_path: Path) -> None:
     done = run(*words)
     assert done.returncode == 1, done.stderr
     assert "# torchrun-bench compare log (step): 3 of BASE, 3 of TEST; margin 2 %" in done.stdout
-    assert "of a run: median of 3 matches of --step\n" in done.stdout
+    assert "time of a run: median of 3 matches of --step\n" in done.stdout
     row = r"^step +101 ms +121.2 ms +1.20x slower +1.17\d to 1.22\d +slower \[load not recorded\]$"
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert "--fail-on slower: failed (1 slower [load not recorded])" in done.stdout
@@ -157,7 +157,7 @@ def test_logs_are_runs(tmp_path: Path) -> None:
     assert "compare log (1 / rate)" in rates.stdout
     assert "1.20x faster" in rates.stdout
     one = run("compare.py", f"{old}/0.log", "--test", f"{new}/0.log", "--step", MS)
-    assert "one run a side: how much runs differ is unknown" in one.stdout
+    assert "one run per side does not show how much runs vary" in one.stdout
     assert "# 1 undecided\n" in one.stdout
 
 
@@ -307,7 +307,7 @@ def test_ab_with_commands_that_write_no_report(out: Path) -> None:
     assert "round 2 of 2, 2 commands, is already complete" in again.stderr
     other = run("ab.py", *words_of(out, "100 x", "200 x", "--skip", "2"))
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
-    assert "it lacks skip: 2; give another --out" in other.stderr
+    assert "its plan lacks skip: 2; choose another --out" in other.stderr
     # the reports and the logs are read again by compare.py
     for ending, step in (("jsonl", ()), ("log", ("--step", MS, "--skip", "1"))):
         sides = [str(out / side / f"*.{ending}") for side in "ab"]
@@ -339,7 +339,7 @@ def test_a_command_without_steps_ends_the_rounds(out: Path) -> None:
 def test_ab_refuses_what_logs_do_not_have(out: Path, flag: tuple[str, ...]) -> None:
     done = run("ab.py", *words_of(out, "100 x", "200 x", *flag))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{flag[0]} is about reports, and cannot be used with --step" in done.stderr
+    assert f"{flag[0]} applies to reports, and cannot be used with --step" in done.stderr
     assert not out.exists()
 
 

@@ -142,7 +142,7 @@ def test_against_a_count_on_a_grid(seed: int) -> None:
         assert [time * 1e3 for time in row] == pytest.approx(want, abs=1e-9)
 
 
-GROUP_COLUMNS = ["calls a step", "ms", "exposed (ms)", "waits (ms)", "late (ms)"]
+GROUP_COLUMNS = ["calls/step", "ms", "exposed (ms)", "waits (ms)", "late (ms)"]
 
 
 def nccl_rank(waits: float, group: str = "[0, 1]") -> list[Any]:
@@ -169,8 +169,8 @@ def test_which_rank_the_others_wait_for(tmp_path: Path) -> None:
         ["dp", "[0, 1]", "0", "3", "0.26", "0.24", "0.04", "0"],
         ["dp", "[0, 1]", "1", "3", "0.02", "0.02", "0", "0.04"],
     ]
-    cost = "0.04 ms of a step of 0.19 ms (21.1%), in 1 of 1 steps for more than 5%"
-    assert rows[-1] == [f"# rank 1 makes the others wait {cost}; mostly in all_reduce of dp"]
+    cost = "0.04 ms of a 0.19 ms step (21.1%), for more than 5% in 1 of 1 steps"
+    assert rows[-1] == [f"# rank 1 makes the other ranks wait {cost}; mostly in all_reduce of dp"]
     apart = [save(tmp_path / f"b_rank{rank}.json", nccl_rank(rank, f"[{rank}]")) for rank in (0, 1)]
     assert [row[-2:] for row in table(*apart) if row[0] == "dp" and len(row) == 8] == [
         ["-", "-"]
@@ -200,9 +200,12 @@ def test_gloo_does_not_name_groups(tmp_path: Path, ranks: list[int], late: str) 
         (b"", "Expecting value"),
         (b"\x1f\x8b cut off", ""),
         (b'{"nodes": []}', "JSON without traceEvents"),
-        (b'{"traceEvents": [7]}', "other events"),
+        (b'{"traceEvents": [7]}', "events of an unknown form"),
         (b'{"traceEvents": []}', "no kernels and no operators"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "cuda_runtime", "name": ""}]}', "a GPU's without"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "cuda_runtime", "name": ""}]}',
+            "a trace of a GPU without",
+        ),
     ],
 )
 def test_what_is_no_trace(content: bytes, words: str, tmp_path: Path) -> None:
@@ -217,7 +220,7 @@ def test_what_is_no_trace(content: bytes, words: str, tmp_path: Path) -> None:
 
 def test_two_traces_of_a_rank_are_refused(tmp_path: Path) -> None:
     paths = [save(tmp_path / name, gloo_events()) for name in ("a-rank0.json", "b-rank0.json")]
-    assert "expected a trace of each rank, got another one of 0" in run("trace.py", *paths).stderr
+    assert "one trace per rank, got another one of rank 0" in run("trace.py", *paths).stderr
 
 
 # -- --profile -------------------------------------------------------------------------------------
@@ -290,8 +293,10 @@ def test_one_call_has_nearly_all_of_the_communication(tmp_path: Path, first_is_l
     path = save(tmp_path / "x.json", events)
     lines = [row[0] for row in table(path) if "one call" in row[0]]
     name = "all_reduce, 99.5 ms, in the first step"
-    line = f"# rank 0: one call of 4 ({name}) has 98.51% of the communication; without it "
-    assert lines == ([f"{line}exposed is 27.3% of 1.375 ms a step"] if first_is_long else [])
+    line = (
+        f"# rank 0: one call of 4 ({name}) accounts for 98.51% of the communication; without it, "
+    )
+    assert lines == ([f"{line}27.3% of a 1.375 ms step is exposed"] if first_is_long else [])
 
 
 def test_the_command_that_reads_the_traces_of_the_last_case() -> None:
