@@ -32,18 +32,18 @@ def group_of(test: Any, *more: Any, control: Any = None) -> Group:
     return Group((0,), test, control, list(more))
 
 
-def test_all_ranks_meet_before_rank_0_waits_for_their_values(
+def test_no_rank_leaves_a_gather_before_all_have_arrived(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else those that are early go on, and rank 0 alone waits for the late one: both look late."""
+    """torch's gather_object first all-gathers the sizes. Otherwise early ranks would continue while
+    rank 0 waits for the late one, and both would look late."""
     calls = Mock()
-    calls.attach_mock(Mock(wraps=dist.barrier), "barrier")
-    calls.attach_mock(Mock(wraps=dist.gather), "gather")
-    monkeypatch.setattr(dist, "barrier", calls.barrier)
-    monkeypatch.setattr(dist, "gather", calls.gather)
+    for name in ("all_gather", "gather"):
+        calls.attach_mock(Mock(wraps=getattr(dist.distributed_c10d, name)), name)
+        monkeypatch.setattr(dist.distributed_c10d, name, getattr(calls, name))
     value = ["x" * 5000, {"rank": (0, None)}]
     assert ours.gather(value) == [value]
-    assert [call[0] for call in calls.method_calls] == ["barrier", "gather", "gather"]
+    assert [call[0] for call in calls.method_calls] == ["all_gather", "gather"]
 
 
 def test_the_groups_of_the_last_four_sets_are_kept(
