@@ -46,13 +46,15 @@ from torch.futures import Future
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks.workloads.phases import own_pace
+from benchmarks.workloads.roles import args_of_rank, assign_roles
+from benchmarks.workloads.settings import side_by_side
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case
-from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
-from common.stats import Times, side_by_side
+from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
+from common.stats import Times
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
 

@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from benchmarks.workloads import operations, start_up
+from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
@@ -54,7 +55,7 @@ from common.groups import Group, Job, connect, rendezvous
 from common.report import UNCHECKED, Case, Estimate
 from common.stats import Disturbed, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
-from common.timing import Step, Workload, cuda_graph
+from common.timing import Step, Workload
 
 Groups = list[list[int]]  # the ranks of each
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")

@@ -82,13 +82,15 @@ from benchmarks.workloads.reference import (
     sgd,
     train_alone,
 )
+from benchmarks.workloads.settings import compare_settings, fastest
+from benchmarks.workloads.training import training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case
-from common.stats import Times, compare_settings, fastest, telling, training_metrics
+from common.stats import Times, telling
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload, time_block
 

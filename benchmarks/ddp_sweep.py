@@ -68,20 +68,15 @@ from benchmarks.workloads.own_model import (
     without_rate,
 )
 from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
+from benchmarks.workloads.settings import compare_settings, fastest
+from benchmarks.workloads.training import breakdown, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
 from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
-from common.stats import (
-    Disturbed,
-    Times,
-    breakdown,
-    compare_settings,
-    fastest,
-    training_metrics,
-)
+from common.stats import Disturbed, Times
 from common.table import Columns, Table, ends, metric, percentile_columns, relative
 from common.timing import Workload
 

@@ -56,12 +56,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.workloads.folders import remove_at_end
+from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
 from common.environment import count_of
 from common.groups import Group, Job, share
 from common.report import Case
-from common.stats import Times, straggler, telling, training_metrics
+from common.stats import Times, telling
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
 

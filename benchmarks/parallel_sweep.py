@@ -76,13 +76,14 @@ from benchmarks.workloads.reference import (
     train_alone,
 )
 from benchmarks.workloads.room import check_room
+from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.environment import sharers
 from common.groups import Group, Job, share
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case, show_seconds
-from common.stats import Disturbed, Times, straggler, training_metrics
+from common.stats import Disturbed, Times
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 

@@ -67,14 +67,17 @@ from benchmarks.workloads.phases import (
     pool,
     summaries,
 )
+from benchmarks.workloads.roles import args_of_rank, assign_roles
+from benchmarks.workloads.settings import side_by_side
+from benchmarks.workloads.training import training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.environment import count_of
 from common.groups import Group, Job
 from common.join import world
 from common.report import Case
-from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
-from common.stats import Times, median, side_by_side, time_of_iterations, training_metrics
+from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
+from common.stats import Times, median, time_of_iterations
 from common.table import Columns, metric, percentile_columns, relative
 from common.timing import Workload
 

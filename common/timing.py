@@ -1,4 +1,4 @@
-"""The timed loop of all scripts: alternating blocks of a step and its parts, and when to stop."""
+"""The timed loop of all scripts: alternating blocks of a step and its parts, and the stop rule."""
 
 import argparse
 import gc
@@ -18,54 +18,55 @@ from common.groups import Group, agree
 from common.stats import MIN_ROUNDS, alike, median
 
 Step = Callable[[], object]
-STEP = "step"  # the name of the step that a case is about, beside the names of its parts
+STEP = "step"  # the name of the step that a case measures; parts have names of their own
 
-ROUNDS = 12  # the budget of a case is planned for so many rounds
-TURN_ROUNDS = 24  # the same where two commands take turns
+ROUNDS = 12  # number of rounds for which the time budget of a case is planned
+TURN_ROUNDS = 24  # the same if two commands run alternately
 MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
-LARGEST_BLOCK = 1000  # iterations, of a warm-up's window as well
-SLOW_BLOCK = 3  # iterations of a block where MIN_ROUNDS do not fit into the budget
-AHEAD_S = 5e-3  # a full queue holds about 1,000 launches: the device needs at least this for them
+LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
+SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
+AHEAD_S = 5e-3  # the device needs at least this long for a full queue, about 1,000 launches
 LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a rank does in a case: a step, and parts of it, timed in alternating blocks."""
+    """The work of a rank in a case: a step and parts of it, timed in alternating blocks."""
 
-    step: Step  # what the case is about: the case ends when its interval is narrow enough
-    # Timed in turns with the step. None on a rank that waits meanwhile; never a compared part.
+    step: Step  # the case ends when the interval of the step's median is narrow enough
+    # Timed alternately with the step. None on a rank that waits meanwhile, which is not permitted
+    # for compared parts.
     parts: Mapping[str, Step | None] = field(default_factory=dict)
-    compared: Sequence[str] = ()  # the parts whose difference from the step shows an interval
-    calls: int = 1  # how often a sample calls the step: more for steps shorter than the clock
-    facts: Callable[[], Any] = lambda: None  # called after the timing; `derive` gets every rank's
-    # It gets a list of what the timed calls of the step returned. What it makes of that list is
-    # this rank's entry of times.returned in `derive`.
+    compared: Sequence[str] = ()  # parts whose difference from the step is shown with an interval
+    calls: int = 1  # of the step per sample: several for steps below the clock's resolution
+    facts: Callable[[], Any] = lambda: None  # called after timing; `derive` gets those of all ranks
+    # Reduces the list of values that the timed calls of the step returned. The result is this
+    # rank's entry of times.returned in `derive`.
     returned: Callable[[list[Any]], Any] | None = None
     aligned: bool = True  # False: ranks do not wait for each other within an iteration
-    launches: bool = False  # True: a step only launches kernels; a row says where that limits it
-    # What --profile runs, if not step and parts.
+    launches: bool = False  # True: a step only launches kernels, and may be launch-bound
+    # Steps that --profile runs instead of the step and its parts.
     profiled: Mapping[str, Step] = field(default_factory=dict)
-    timed: "RankTimes | None" = None  # of a case that has timed itself: the loop is left out
+    timed: "RankTimes | None" = None  # the times of a case that times itself, without the loop
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a case has been timed for long enough; see the flags of common/cli.py."""
+    """Decides when a case has been timed for long enough; see the flags of common/cli.py."""
 
     warmup_iters: int = 5
     iters: int | None = None
     min_iters: int = 20
     target_ci: float = 0.02
     max_seconds: float = 5.0
-    rounds: int | None = None  # if given, exactly so many, unless iters is given
-    longest_block_s: float = 75.0  # the watchdog takes a block for one phase, which must end
-    full_warmup: bool = False  # True: all warm-up iterations, however long they take
-    patience: float = 1.25  # a case that lacks an interval may take so many times max_seconds
+    rounds: int | None = None  # a fixed number of rounds, unless iters is given
+    longest_block_s: float = 75.0  # a block is one phase for the watchdog, and must not look hung
+    full_warmup: bool = False  # True: run all warm-up iterations, however long they take
+    patience: float = 1.25  # limit of a case that lacks an interval, as a multiple of max_seconds
 
     @classmethod
     def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
-        """The rule that the flags give. turns: whether two commands take turns."""
+        """Return the rule that the flags define. turns: whether two commands run alternately."""
         asked = args.warmup_iters is not None
         return cls(
             warmup_iters=args.warmup_iters if asked else cls.warmup_iters,
@@ -81,28 +82,29 @@ class StopRule:
 
 @dataclass
 class RankTimes:
-    """The times of one case on one rank. Those of all ranks are a `stats.Times`."""
+    """The times of one case on one rank. `stats.Times` has those of all ranks."""
 
-    # The seconds of the step and of each part, [iterations]: a list, or what `rounded` makes of it.
+    # Seconds of the step and of each part, [iterations]: a list, or an array after `rounded`.
     samples_s: dict[str, Any]
     rounds: list[int]  # iterations of each round
-    stop: str = ""  # the rule that ended it: iters, rounds, target-ci or max-seconds
-    # On CUDA: how long the host took to launch all samples of a step, by the step's name.
+    stop: str = ""  # the rule that ended the case: iters, rounds, target-ci or max-seconds
+    # On CUDA: total time in which the host launched the samples of a step, by name of the step.
     launching_s: dict[str, float] = field(default_factory=dict)
-    returned: Any = field(default_factory=list)  # what the step returned, for Workload.returned
+    returned: Any = field(default_factory=list)  # values of the step, for Workload.returned
     aligned: bool = True
 
 
 def time_block(
     step: Step, iters: int, device: torch.device, calls: int = 1
 ) -> tuple[list[float], float]:
-    """Time a block of `iters` samples. Each sample is `calls` calls of the step.
+    """Time a block of `iters` samples. Each sample consists of `calls` calls of the step.
 
-    Returns the seconds of one call in each sample, and the seconds that the host took to launch
-    the block, divided by `calls` as well. The second number is 0 on the CPU. It is also 0 where
-    the device still had AHEAD_S of work queued at the end: then it never waited for the host. On
-    CUDA a sample is the time between two events on the current stream, with one synchronize at the
-    end, so that launches stay asynchronous.
+    On CUDA a sample is the time between two events on the current stream. The block is synchronized
+    once at its end, so that launches stay asynchronous.
+
+    Returns the seconds per call of each sample, and the launch time: the host's seconds to launch
+    the block, divided by `calls` as well. The launch time is 0 on the CPU, and if the device had at
+    least AHEAD_S of work queued at the end, because then it never waited for the host.
     """
     cuda = device.type == "cuda"
 
@@ -124,7 +126,7 @@ def time_block(
         return [(b - a) / calls for a, b in pairwise(stamps)], 0.0
     torch.cuda.synchronize(device)
     never_waited = perf_counter() - launched > AHEAD_S
-    # Events resolve half a microsecond: a step that launches nothing may seem to take no time.
+    # Events have a resolution of 0.5 us: a step that launches nothing may appear to take no time.
     times = [max(a.elapsed_time(b), 5e-4) / 1e3 / calls for a, b in pairwise(stamps)]
     return times, 0.0 if never_waited else (launched - start) / calls
 
@@ -132,8 +134,10 @@ def time_block(
 class TimedLoop:
     """The rounds of a case on this rank. A round has a block of the step and one of each part.
 
-    All members of the group run it together. progress is called before each block, never within
-    one; it gets the name of the step and the number of the block.
+    All members of the group run it together.
+
+    progress: called before each block, never within one, with the name of the step and the number
+    of the block.
     """
 
     def __init__(
@@ -149,11 +153,11 @@ class TimedLoop:
         self.steps: dict[str, Step | None] = {STEP: workload.step, **workload.parts}
         if workload.returned:
             self.steps[STEP] = self.call_and_keep
-        self.returned: list[Any] = []  # by the step since the block began
+        self.returned: list[Any] = []  # values of the step since the block began
         samples_s: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
         self.times = RankTimes(samples_s, [], aligned=workload.aligned)
-        # Of the step, the slowest rank in each iteration. It is right on the group's first rank,
-        # which decides; elsewhere only its length is right.
+        # The slowest rank's time of each iteration of the step. It is valid on the group's first
+        # rank, which decides; on the others only its length is.
         self.slowest_s: list[float] = []
 
     def run(self) -> RankTimes:
@@ -162,7 +166,7 @@ class TimedLoop:
         block = agree(iterations_per_block(round_s, self.rule, differences), self.group)
         times = self.times
         gc.collect()
-        gc.disable()  # a collection within one rank's block would stop all ranks
+        gc.disable()  # a collection on one rank would delay all ranks
         start = perf_counter()
         try:
             while not times.stop:
@@ -174,7 +178,7 @@ class TimedLoop:
             gc.enable()
         if self.workload.returned:
             times.returned = self.workload.returned(times.returned)
-        # over gloo the host waits for the device in each step
+        # with gloo the host waits for the device in each step
         waits = self.device.type != "cuda" or dist.get_backend(self.group.test) == "gloo"
         if waits or not self.workload.launches:
             times.launching_s = {}
@@ -184,8 +188,8 @@ class TimedLoop:
         self.returned.append(self.workload.step())
 
     def warm_up(self, name: str) -> float:
-        """Warm a step up. Returns the seconds of a warm sample on the slowest rank; it is right on
-        the group's first rank."""
+        """Warm up a step. Returns the seconds of a warm sample on the slowest rank, which are valid
+        on the group's first rank."""
         windows: list[list[float]] = []
         start, size = perf_counter(), 1
         while size:
@@ -201,21 +205,21 @@ class TimedLoop:
         return fmean(windows[-1])
 
     def slowest_rank(self, samples_s: list[list[float]]) -> list[list[float]]:
-        """The largest of all ranks, of each sample of each step; right on the first rank."""
+        """Return the maximum over ranks of each sample of each step; valid on the first rank."""
         largest = torch.tensor(samples_s, dtype=torch.float64)
         dist.reduce(largest, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
         return [list(row) for row in largest.tolist()]
 
     def time_round(self, block: int) -> None:
-        """Time a block of each step. Every other round goes backwards: a drift of the machine then
-        slows all steps alike."""
+        """Time a block of each step. Every other round runs in reverse order, so that a drift of
+        the machine slows all steps alike."""
         names = list(self.steps)
         if len(self.times.rounds) % 2 == 1:
             names.reverse()
         for name in names:
             self.progress(f"{name}, block {len(self.times.rounds) + 1}")
             dist.barrier(self.group.control)
-            if step := self.steps[name]:  # else this rank goes on to the next barrier, asleep
+            if step := self.steps[name]:  # otherwise this rank sleeps in the next barrier
                 self.time_a_block(name, step, block)
         self.times.rounds.append(block)
 
@@ -230,29 +234,18 @@ class TimedLoop:
         times.returned += self.returned
 
     def judge(self, block: int, spent_s: float) -> str:
-        """The rule that ends the case, or "". The group's first rank decides for all."""
+        """Return the rule that ends the case, or "". The group's first rank decides for all."""
         [newest] = self.slowest_rank([self.times.samples_s[STEP][-block:]])
         self.slowest_s += newest
         rounds, compared = len(self.times.rounds), bool(self.workload.compared)
         return agree(rule_reached(self.slowest_s, rounds, spent_s, self.rule, compared), self.group)
 
 
-def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The kernels that `step` launches as one CUDA graph, which costs one launch to replay."""
-    step()  # connects NCCL, which a capture must not
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    # "thread_local": a call of NCCL's watchdog thread must not break this thread's capture
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
-
-
 def launch_share(ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Launching over the device's time, for each step. The rank where this is largest counts.
+    """Return for each step the host's launch time over the device's time, the maximum over ranks.
 
-    At most 1: a host that never gets ahead launches for as long as the device is busy or waits,
-    and two clocks measure these times.
+    It is at most 1: a host that never gets ahead launches for as long as the device is busy or
+    waits. The two times come from different clocks.
     """
     shares: dict[str, float] = {}
     for times in ranks:
@@ -265,12 +258,15 @@ def launch_share(ranks: Sequence[RankTimes]) -> dict[str, float]:
 def next_window(
     windows: Sequence[Sequence[float]], spent_s: float, steps: int, rule: StopRule
 ) -> int:
-    """How many iterations the next window of a step's warm-up has; 0: it is warm, or out of time.
+    """Return the number of iterations of the next window of a step's warm-up; 0 to end it.
 
-    windows: the seconds of the samples so far. The first window is one iteration, which may include
-    setting something up. A step is warm when two windows in a row are alike. The warm-up of all
-    steps takes a quarter of the budget, of which each has an equal share, unless the user has said
-    how many iterations it has. A second iteration is made unless the first took over the quarter.
+    A step is warm when two consecutive windows are alike. The first window is a single iteration,
+    which may include some set-up. Warming up all steps takes up to a quarter of the budget, in
+    equal shares, unless the user has set the number of iterations. There is a second iteration
+    unless the first took longer than that quarter.
+
+    windows: the seconds of the samples of each window so far. spent_s: seconds since the warm-up of
+    this step began. steps: the number of steps of the case.
     """
     done = sum(map(len, windows))
     sample_s = max(fmean(windows[-1]), 1e-9)
@@ -289,10 +285,10 @@ def next_window(
 
 
 def iterations_per_block(round_s: float, rule: StopRule, differences: bool = True) -> int:
-    """How many iterations a block has, so that the planned rounds fill the budget.
+    """Return the number of iterations of a block for which the planned rounds fill the budget.
 
-    round_s: the seconds of one iteration of every step together. differences: whether the case
-    shows the interval of a difference, which needs MIN_ROUNDS.
+    round_s: the seconds of one iteration of all steps together. differences: whether the case
+    shows the interval of a difference, which requires MIN_ROUNDS.
     """
     rounds = rule.rounds or ROUNDS
     round_s = max(round_s, 1e-9)
@@ -302,7 +298,7 @@ def iterations_per_block(round_s: float, rule: StopRule, differences: bool = Tru
     if not (differences or rule.rounds) and MIN_ROUNDS * (1 + LEAD_IN) * round_s > rule.max_seconds:
         return min(longest, SLOW_BLOCK)  # fewer rounds, so fewer lead-ins
     affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, LARGEST_BLOCK))
-    return min(longest, affordable)  # --max-seconds comes before --min-iters
+    return min(longest, affordable)  # --max-seconds overrides --min-iters
 
 
 def rule_reached(
@@ -312,12 +308,14 @@ def rule_reached(
     rule: StopRule,
     compared: bool = False,
 ) -> str:
-    """The rule that ends the case now: iters, rounds, target-ci or max-seconds; "" to go on.
+    """Return the rule that ends the case now: iters, rounds, target-ci or max-seconds; "" if none.
 
-    slowest: the samples of the step so far, the slowest rank's in each iteration. compared: whether
-    the case compares parts with the step. Then it has MIN_ROUNDS at least, however long they take;
-    otherwise MIN_SAMPLES are enough once its budget is spent. While the step has no interval, it
-    goes on as long as the rule's patience lasts.
+    A case that compares parts with the step has at least MIN_ROUNDS, however long they take. Other
+    cases end with MIN_SAMPLES once their budget is spent. While the step has no interval, a case
+    continues for `patience` times its budget.
+
+    slowest: the slowest rank's time of each iteration of the step so far, in seconds. spent_s:
+    seconds since the first block. compared: whether the case compares parts with the step.
     """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""
@@ -329,7 +327,7 @@ def rule_reached(
     ci = median(slowest).relative
     if ci is None and spent_s < rule.patience * rule.max_seconds:
         return ""
-    # looked at after 6, 12, 18, ... rounds only: who looks often stops at a lucky moment
+    # checked only after 6, 12, 18, ... rounds: frequent checks would stop at a lucky moment
     looks = rounds % MIN_ROUNDS == 0
     if looks and len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
         return "target-ci"

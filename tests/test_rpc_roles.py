@@ -1,4 +1,4 @@
-"""common/rpc.py: who does what, and what its four scripts refuse before they meet anybody."""
+"""common/rpc.py: roles, settings, and refusals of its four scripts before the rendezvous."""
 
 import runpy
 import sys
@@ -11,8 +11,9 @@ import torch
 import torch.distributed.optim
 
 from benchmarks import parameter_server
+from benchmarks.workloads.roles import split_roles
 from common.join import raise_file_limit
-from common.rpc import RpcOptions, need_files, rpc_options, split_roles
+from common.rpc import RpcOptions, need_files, rpc_options
 from tests.process import ROOT
 
 
@@ -53,8 +54,8 @@ def test_no_server_where_no_route_needs_one(
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads", "transports"),
     [
-        (8, 2, 4, ["auto"]),  # its part of the cores
-        (2, 4, 2, ["uv"]),  # shm would take cores from the ranks
+        (8, 2, 4, ["auto"]),  # its share of the cores
+        (2, 4, 2, ["uv"]),  # shm would slow the ranks
         (64, 1, 16, ["auto"]),
     ],
 )
@@ -71,22 +72,22 @@ def test_threads_and_transports_that_are_not_asked_for(
 
 
 def test_files_that_rpc_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The soft limit is raised as far as needed; more than the hard limit cannot be had. 17 ranks
-    need 150 + 17 * 60 files, over uv 150 + 17 * 10."""
+    """The soft limit is raised as needed, up to the hard limit. 17 ranks need 150 + 17 * 60 files,
+    with uv 150 + 17 * 10."""
     limits, calls = [(64, 1024), (64, 1024), (64, -1), (-1, -1)], []
     monkeypatch.setattr("resource.getrlimit", lambda kind: limits.pop(0))
     monkeypatch.setattr("resource.setrlimit", lambda kind, limit: calls.append(limit))
     auto = RpcOptions(2, 60, ["auto"], ["auto"])
     need_files(17, replace(auto, transports=["uv"]))
-    with pytest.raises(ValueError, match="up to 1170 files a process, and 1024 are allowed"):
+    with pytest.raises(ValueError, match="1170 open files per process, but the limit is 1024"):
         need_files(17, auto)
     assert [raise_file_limit(1170) for _ in range(2)] == [1170, 1170]
     assert calls == [(320, 1024), (1024, 1024), (1170, -1)]
 
 
 def test_roles_and_device_maps() -> None:
-    """Both ways, by the index that a device has on its node; the master needs none. A pair with one
-    side on the CPU has no map, and none has one if copies on the CPU travel."""
+    """In both directions, by the index of a device on its node; the master needs none. A pair with
+    one side on the CPU has no map, nor has any pair if tensors are sent by the CPU."""
     roles = replace(split_roles(6, trainers=3, master=True), cuda=frozenset({2, 3}))
     names = ["trainer0", "trainer1", "trainer2", "server0", "server1", "master"]
     assert [roles.name(rank) for rank in range(6)] == names

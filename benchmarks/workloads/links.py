@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workloads import patterns
+from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.outliers import MARGIN, Costs, Findings, accuse
 from common.benchmark import Build, Derive, Key
 from common.groups import Group, Job
 from common.report import Case
 from common.stats import Times, in_rounds, median
-from common.timing import Step, Workload, cuda_graph
+from common.timing import Step, Workload
 
 # A sample of messages back to back takes at least so long: a token bucket, such as tbf's or a
 # cloud's, lets a burst of some MB pass at full speed, and a shorter sample would show nothing else.

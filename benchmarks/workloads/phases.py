@@ -12,7 +12,15 @@ from numpy.typing import ArrayLike
 
 from common.environment import count_of
 from common.report import Case, Estimate
-from common.stats import interval_of_rounds, median, percentiles, telling
+from common.stats import (
+    Interval,
+    autocorrelation_time,
+    between,
+    half_by_signs,
+    median,
+    percentiles,
+    telling,
+)
 from common.table import Columns, metric
 
 Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
@@ -124,6 +132,18 @@ def phase_table(
             columns["variance\nms^2"] = metric("variance_s2", 1e6, 3)
     columns["count"] = metric("count", digits=0)
     return columns, rows, count_of(left_out, role.removesuffix("s")) if left_out else ""
+
+
+def interval_of_rounds(values: ArrayLike, confidence: float = 0.95) -> Interval | None:
+    """Return the confidence interval of the median of values [n], one per round.
+
+    Rounds hardly depend on each other, and up to 8 of them are too few to determine how much: they
+    count as independent. Batches are not considered (see `stats.median_interval`).
+    """
+    x = np.asarray(values, dtype=np.float64)
+    signs = np.sign(x - np.median(x)) if len(x) else x
+    tau = autocorrelation_time(signs) if len(x) > 8 else 1.0
+    return between(x, half_by_signs(signs, tau, confidence))
 
 
 def own_pace(

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks import ddp_sweep
+from benchmarks.workloads.settings import compare_settings, fastest, simultaneous
 from common.report import Case, Estimate
-from common.stats import Disturbed, Times, compare_settings, fastest, simultaneous
+from common.stats import Disturbed, Times
 from common.table import fitted
 
 LABELS = ["25MB none", "25MB bf16", "1MB none"]

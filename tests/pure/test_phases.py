@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.workloads.phases import Phases, own_pace, phase_table, summaries, summary
+from benchmarks.workloads.phases import (
+    Phases,
+    interval_of_rounds,
+    own_pace,
+    phase_table,
+    summaries,
+    summary,
+)
 from common.report import Case, Estimate
 from common.table import render
 
@@ -79,3 +86,10 @@ def test_workers_at_their_own_pace() -> None:
     assert metrics["step_slowest"] == 1
     assert metrics["step_p95_s"] == pytest.approx(3.25)  # the other worker's
     assert rate == Estimate(12 / 14, 0.5, 1.0)
+
+
+def test_six_rounds_always_have_an_interval() -> None:
+    """Up to 8 values, each of a round, count as independent; more show whether they are."""
+    assert interval_of_rounds([1, 1, 1, 2, 2, 2]) == (1, 2)
+    assert interval_of_rounds([1, 2, 3, 4, 5]) is None
+    assert interval_of_rounds([1.0] * 5 + [2.0] * 5) is None

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import ArrayLike
 
 from common import stats
 from common.report import Estimate
@@ -46,13 +45,6 @@ def test_the_level_of_a_batch_widens_the_interval() -> None:
     assert stats.median_interval(samples) == (-1, 18)
     swing = [float(x * (-1) ** x) for x in range(24)]
     assert stats.median_interval(swing) == (sorted(swing)[6], sorted(swing)[17])
-
-
-def test_six_rounds_always_have_an_interval() -> None:
-    """Up to 8 values, each of a round, count as independent; more show whether they are."""
-    assert stats.interval_of_rounds([1, 1, 1, 2, 2, 2]) == (1, 2)
-    assert stats.interval_of_rounds([1, 2, 3, 4, 5]) is None
-    assert stats.interval_of_rounds([1.0] * 5 + [2.0] * 5) is None
 
 
 TENTH = 0.1 * 6**0.5 / 5**0.5  # the standard deviation of 0.1, -0.1, 0.1, ..., 6 values
@@ -122,71 +114,6 @@ def test_an_interval_beyond_a_factor_of_3_is_none() -> None:
     wide = [1.0, 300.0, 100.0] * 4
     assert stats.median_difference(wide) == Estimate(100, 1, 300)
     assert stats.median(wide) == Estimate(100)
-
-
-ONES = [1.0] * 40
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        ([ONES, ONES, [1.5] * 40, ONES], (2, 1.5)),
-        ([ONES, ONES, [1.03] * 40, ONES], None),  # within the margin of 5 %
-        # one fast rank of three makes no other one slow: the upper median of the others counts
-        ([[0.5] * 40, ONES, [1.01] * 40], None),
-        ([[3.0] * 40, ONES, [2.0] * 40], (0, 1.5)),  # 3 over 2, not over 1.5
-        # 10 or 11 % slower in the median, but not surely by more than the margin
-        ([ONES, [1.0, 1.2] * 20], None),
-        ([ONES, [1.02, 1.2] * 20], None),
-        ([[1.0, 9.0]], None),
-        (np.empty((3, 0)), None),
-    ],
-)
-def test_straggler(samples: ArrayLike, expected: tuple[int, float] | None) -> None:
-    assert stats.straggler(samples) == expected
-
-
-def test_training_metrics() -> None:
-    times = stats.Times({"step": [[1, 2, 3], [2, 1, 5]]}, [1] * 3)  # the slowest: 2, 2, 5
-    metrics = stats.training_metrics(times, 8)
-    assert (metrics["step_s"], metrics["samples_per_s"]) == (Estimate(2), Estimate(4))
-    assert (metrics["step_p50_s"], metrics["step_p75_s"]) == (Estimate(2), 3.5)
-
-
-def breakdown(step: ArrayLike, compute: ArrayLike, send: ArrayLike) -> dict[str, Any]:
-    samples_s = {"step": step, "compute": compute, "send": send}
-    times = stats.Times(samples_s, [1] * np.asarray(step).shape[1])
-    return stats.breakdown(times, "compute", "send")
-
-
-def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
-    """Rank 1 computes for 4 s instead of 3 s; the step waits for it and communicates for 1 s."""
-    metrics = breakdown([[5.0] * 9] * 2, [[3.0] * 9, [4.0] * 9], [[1.0] * 9, [2.0] * 9])
-    exposed = metrics["exposed_s"]
-    assert (exposed.value, exposed.low, exposed.high) == pytest.approx((1, 1, 1))
-    assert metrics["overlap"].value == pytest.approx(0.5)
-    assert metrics["late_s"].value == 0.5  # above the median of 3 and 4
-    assert (metrics["straggler_rank"], metrics["straggler_factor"]) == (1, pytest.approx(4 / 3))
-
-
-@pytest.mark.parametrize(
-    ("step", "alone", "has_zero", "overlap"),
-    [
-        (swinging(3.0), 4.0, False, 0.5),  # 1 - 2 / 4; half the interval is 0.345
-        (swinging(3.0), 2.0, False, 0),
-        (swinging(3.0), 1.9, False, None),  # exposed exceeds communication alone
-        (swinging(1.1), 0.5, True, None),  # 0.1 +-0.126: it may be nothing, and the rest noise
-        ([2.0, 4.0], 0.5, True, None),  # too few rounds to know
-        (swinging(3.0), 0.0, False, None),
-    ],
-)
-def test_there_is_no_overlap_where_exposed_may_be_nothing(
-    step: list[float], alone: float, has_zero: bool, overlap: float | None
-) -> None:
-    metrics = breakdown([step], [[1.0] * len(step)], [[alone] * len(step)])
-    assert metrics["exposed_s"].may_be(0) == has_zero
-    found = metrics["overlap"] and metrics["overlap"].value
-    assert found == (overlap if overlap is None else pytest.approx(overlap, abs=1e-9))
 
 
 def test_two_modes_are_told_with_their_shares() -> None:

@@ -1,0 +1,85 @@
+"""Metrics of a training step: its time, where the time goes, and the rank that is slower."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from common.stats import (
+    Times,
+    autocorrelation_time,
+    between,
+    half_by_signs,
+    median_difference,
+    percentiles,
+)
+
+
+def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | None:
+    """Return (row, factor) of the slowest rank if it is significantly slower than the others.
+
+    Pass local compute: in a synchronized step all ranks look equally slow. The median of
+    x[rank] / median(x[others]) must exceed 1 + margin at a confidence of 95 %, shared among the
+    ranks (Bonferroni). For an even number of others, their upper median is used: with a lower value
+    a single fast rank would make the others look slow. samples: seconds [ranks, n].
+    """
+    x = np.asarray(samples, dtype=np.float64)
+    if len(x) < 2 or x.shape[1] == 0:
+        return None
+    # The upper median of the others, without sorting them for each rank: it is the value at
+    # `middle` of all ranks, or the next one if the rank itself is at or below that value.
+    middle, ordered = (len(x) - 1) // 2, np.sort(x, axis=0)
+    median_of_others = np.where(x <= ordered[middle], ordered[middle + 1], ordered[middle])
+    ratios = x / median_of_others
+    factors = np.median(ratios, axis=1)
+    for row in np.argsort(-factors, kind="stable"):  # the slowest first
+        if factors[row] <= 1 + margin:  # its interval begins below the factor
+            return None
+        signs = np.sign(ratios[row] - factors[row])
+        half = half_by_signs(signs, autocorrelation_time(signs), 1 - 0.05 / len(x))
+        interval = between(ratios[row], half)
+        if interval and interval[0] > 1 + margin:
+            return int(row), float(factors[row])
+    return None
+
+
+def training_metrics(times: Times, samples_per_step: float) -> dict[str, Any]:
+    """Return the metrics of a training step, by the slowest rank of each iteration.
+
+    step_s is `Times.mean`, on which ratios are based; step_p50_s is the median over iterations.
+    samples_per_step: the number of samples on which all ranks together train in a step.
+    """
+    slowest = times.slowest()
+    metrics: dict[str, Any] = {"step_s": times.mean()}
+    metrics |= percentiles(slowest, "step")
+    metrics["step_p50_s"] = times.median()
+    metrics["step_mean_s"] = float(slowest.mean())
+    metrics["samples_per_s"] = samples_per_step / metrics["step_s"]
+    return metrics
+
+
+def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, Any]:
+    """Return how the time of a data-parallel training step divides (docs/measuring.md).
+
+    - exposed = step - local compute, the slowest rank on both sides, so a late rank cancels out
+    - overlap = 1 - exposed / alone. None if exposed may be 0, or exceeds alone: computation and
+      communication then slow each other down, and no share of the communication is hidden.
+    - late = local compute of the slowest rank - that of the median rank, in each iteration
+
+    local: the name of the part that is the step without communication. alone: the name of the part
+    that is the communication by itself, if it was timed.
+    """
+    by_rank = times.each(local)
+    exposed = times.beyond(local)
+    metrics: dict[str, Any] = {
+        "local_compute_s": times.mean(local),
+        "exposed_s": exposed,
+        "late_s": median_difference(times.slowest(local) - np.median(by_rank, axis=0)),
+    }
+    if alone is not None:
+        metrics["communication_s"] = times.mean(alone)
+        can_be = not exposed.may_be(0) and 0 < exposed.value <= metrics["communication_s"].value
+        metrics["overlap"] = 1 - exposed / metrics["communication_s"] if can_be else None
+    if slow := straggler(by_rank):
+        metrics["straggler_rank"], metrics["straggler_factor"] = slow
+    return metrics
