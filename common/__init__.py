@@ -6,18 +6,18 @@ Ground: needs the standard library only, so that analysis/ can use it.
     contents    hashes of scripts, the harness and one's own models
 
 Core: what stands behind every measuring script.
-    stats       medians and differences with intervals, Times, stragglers: numpy
+    stats       medians and differences with intervals, Times: numpy
     cpu_load    CPU use by other processes: psutil
     table       columns and rows as they come
     groups      Job, Group; process groups of a case; gather, share, agree
-    timing      Workload, the timed loop, the rule that ends it; CUDA graphs
+    timing      Workload, the timed loop, the stop rule
     join        how a process joins the job: variables, device, rendezvous, interface
     environment what the numbers were measured on, who else uses the cores; the preamble
-    watchdog    who hangs, and where; who failed
+    watchdog    hang detection, failed cases, signals
     benchmark   Benchmark: cases one after the other, each a row and a line of the report; Observer
     check       replicas bit by bit, relative errors
     memory      the largest memory in use
-    rpc         roles, device maps, TensorPipe's settings, start and end
+    rpc         names, device maps, settings of TensorPipe, start and shutdown
 
 common/observe/ looks on: hints, GPUs and networks, traces, the line on a terminal. Without it a run
 measures the same.

@@ -1,4 +1,4 @@
-"""How a process joins the job: the launcher's environment, device, rendezvous, interface."""
+"""Joining the job: the launcher's variables, the device, the rendezvous, the network interface."""
 
 import atexit
 import contextlib
@@ -15,30 +15,28 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, LAUNCHERS, ROOT, complain, cut, end, refuse, suggest
+from common.cli import HANG, ROOT, cut, end, refuse, suggest
 from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
-LEAST_FILES = 32  # that a rank opens, and 2 for each rank: torch's and sockets of two groups
+LEAST_FILES = 32  # opened by a rank, and 2 more per rank: torch's files, and sockets of two groups
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt, in bytes
-TORCH_WAITS = 4  # times --timeout, until torch's own guard ends a group under test
+TORCH_WAITS = 4  # torch's own timeout of a group under test, as a multiple of --timeout
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-SETTINGS = {  # of torch's NCCL, unless the user has set them; docs/gpus.md lists them
+SETTINGS = {  # for NCCL in torch, unless the user has set them; docs/gpus.md lists them
     # Our watchdog ends a hang. NCCL's own would end the process a minute after a failed case.
     ERROR_HANDLING: "0",
-    # NCCL's watchdog would wait four times this long for other ranks' dumps after a failed case
+    # After a failed case NCCL's watchdog would wait four times this long for others' dumps.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # A lost device ends the run with a reason. If NCCL's watchdog saw it first, it would abort.
+    # A lost device ends the run with a reason. NCCL's watchdog would abort the process instead.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-NO_LOOPBACK = "{}: the loopback interface is down; try `ip link set lo up`"
 BY_HAND = (
     "without torchrun e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "
     "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
@@ -52,34 +50,36 @@ def join(
     timeout_s: float,
     contents: dict[str, str] | None = None,
 ) -> Job:
-    """Join the job, or be a world of one, and choose a device. Ends the run if not all ranks arrive
-    within `timeout_s`, or if their arguments or files differ.
+    """Join the job, or start a world of one, and select a device.
 
-    device, backend: the flags; backend None for the device's default one. contents: the hashes of
-    this rank's files, as contents.of_run returns them. CUDA is first called when all ranks have
-    met, so that until then no rank of this job holds memory of a GPU.
+    The run ends with one line and status 2 if the ranks' arguments or files differ, and with status
+    3 if not all ranks arrive within `timeout_s`. CUDA is first called once all ranks have met, so
+    that until then no rank of this job occupies GPU memory.
+
+    device, backend: the flags; backend None selects the default of the device. contents: the hashes
+    of this rank's files, as returned by contents.of_run.
     """
     rank, on_node, world_size, local_world_size = world()
     limit, least = raise_file_limit(64 + 16 * world_size), LEAST_FILES + 2 * world_size
     if limit < least:
-        opens = f"a rank opens at least {least} files, and {limit} are allowed on"
-        refuse(f"{opens} {socket.gethostname()}; try ulimit -n {64 + 16 * world_size}", speaks=True)
+        needs = f"a rank needs {least} open files or more, but the limit on {socket.gethostname()}"
+        refuse(f"{needs} is {limit}; try ulimit -n {64 + 16 * world_size}", speaks=True)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
     check_backend(backend, cuda)
     set_variables()
     start = time.perf_counter()
+    on_loopback = world_size == 1 or meets_on_loopback(world_size, local_world_size)
+    if on_loopback and not address_towards(LOOPBACK):
+        refuse(f"{socket.gethostname()}: the loopback interface is down; try `ip link set lo up`")
     store: dist.Store = dist.HashStore()
     second_store = store.clone()
     if world_size > 1:
-        on_loopback = meets_on_loopback(world_size, local_world_size)
-        if on_loopback and not address_towards(LOOPBACK):
-            refuse(NO_LOOPBACK.format(socket.gethostname()))
-        store, second_store = meet(rank, world_size, timeout_s, on_loopback, contents or {})
+        store, second_store = meet(rank, world_size, timeout_s, on_loopback, contents)
     if cuda:
         torch.cuda.set_device(chosen)
-    # By themselves gloo and TensorPipe take the address of the host's name: on Debian 127.0.1.1.
+    # By default gloo and TensorPipe bind to the address of the host's name: 127.0.1.1 on Debian.
     one_node = world_size == local_world_size
     if interface := "lo" if one_node else find_interface(store, world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -94,9 +94,9 @@ def join(
             raise
         refuse_interface()
     rendezvous_s = time.perf_counter() - start
-    # imported modules are never garbage: collections between cases need not walk through them
+    # Imported modules are never garbage, so collections between cases need not traverse them.
     gc.freeze()
-    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at the end
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at exit
     return Job(
         rank=rank,
         local_rank=on_node,
@@ -113,18 +113,16 @@ def join(
 
 
 def refuse_interface() -> NoReturn:
-    """Refuse the interface on which gloo has found no address. Other hosts may have one."""
-    name, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), socket.gethostname()
-    if name == "lo":
-        refuse(NO_LOOPBACK.format(here), speaks=True)
-    known = psutil.net_if_addrs()
-    expected = f"expected one of {cut(sorted(known))}" if known else "there is none"
-    line = f"GLOO_SOCKET_IFNAME on {here}: {expected}, with an address, got {name!r}"
+    """Refuse the interface on which gloo found no address. On other hosts it may be valid."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    known = sorted({*psutil.net_if_addrs()} - {name})
+    expected = f"expected an interface with an address, e.g. {cut(known) or 'lo'}, got {name!r}"
+    line = f"GLOO_SOCKET_IFNAME on {socket.gethostname()}: {expected}"
     refuse(line + suggest(name, known), speaks=True)
 
 
 def choose_device(wanted: str, on_node: int) -> torch.device:
-    """The GPU of this rank, or the CPU. wanted: --device. on_node: its number on its node."""
+    """Return the device of this rank. wanted: --device. on_node: the rank's index on its node."""
     count = torch.cuda.device_count()
     if wanted == "cuda" and not count:
         refuse("--device cuda: torch sees no CUDA device here; try --device cpu")
@@ -134,9 +132,9 @@ def choose_device(wanted: str, on_node: int) -> torch.device:
 
 
 def check_backend(backend: str, cuda: bool) -> None:
-    """Refuse a backend that cannot work here. A name may list devices: cpu:gloo,cuda:nccl."""
+    """Refuse a backend that is not available. A name may list devices: cpu:gloo,cuda:nccl."""
     if "nccl" in backend and not cuda:  # nccl2, nccl-legacy and nccl-lazy as well
-        refuse(f"--backend {backend} needs CUDA devices, this run is on the CPU; try gloo")
+        refuse(f"--backend {backend} requires CUDA, but this run is on the CPU; try gloo")
     try:
         available = dist.is_backend_available(backend)
     except ValueError:
@@ -146,23 +144,24 @@ def check_backend(backend: str, cuda: bool) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep the memory that the process frees, unless the user has set malloc by
-    variables. Returns whether it does so.
+    """Make glibc keep memory that the process frees, unless variables of the user configure malloc.
 
-    By itself glibc gives memory back to the system after each step, until the heap has grown: the
-    first case of a process was 6 to 13 % slower than the same step later (docs/measuring.md).
+    By default glibc returns memory to the system after each step until the heap has grown, which
+    made the first case of a process 6 to 13 % slower than the same step later (docs/measuring.md).
+    Returns whether glibc accepted the settings.
     """
     libc = ctypes.CDLL(None)
     users = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if users or not hasattr(libc, "mallopt"):  # musl has none
+    if users or not hasattr(libc, "mallopt"):  # musl lacks it
         return False
-    # the largest values that it takes: nothing is given back, blocks up to 32 MiB are kept
+    # the maximum values: memory is never returned, and blocks up to 32 MiB are kept
     kept = [libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1), libc.mallopt(M_MMAP_THRESHOLD, 2**25)]
     return all(kept)
 
 
 def set_variables() -> None:
-    """Set what torch's NCCL reads when the first group is made. What the user has set stays."""
+    """Set the variables that NCCL in torch reads when the first group is created. Values that the
+    user has set are kept."""
     if torchrun_set_error_handling():
         del os.environ[ERROR_HANDLING]
     for name, value in SETTINGS.items():
@@ -170,12 +169,15 @@ def set_variables() -> None:
 
 
 def torchrun_set_error_handling() -> bool:
-    """Whether that variable is torchrun's: it sets 1 where the user has set nothing."""
+    """Whether ERROR_HANDLING was set by torchrun, which sets it to 1 unless the user has set it."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(ERROR_HANDLING) == "1"
 
 
 def world() -> tuple[int, int, int, int]:
-    """(rank, its number on its node, world size, ranks of its node) as the launcher set them."""
+    """Return (rank, index on its node, world size, ranks of its node), by the launcher's variables.
+
+    Refuses missing and invalid values, and tasks of a launcher that would each be a world of one.
+    """
     refuse_worlds_of_one()
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ):
         return 0, 0, 1, 1  # started by python
@@ -189,17 +191,20 @@ def world() -> tuple[int, int, int, int]:
 
 
 def has_local_variables() -> bool:
-    """False where RANK and WORLD_SIZE alone say which rank this is: then all are on one node."""
+    """False if only RANK and WORLD_SIZE are set: then all ranks must be on one node."""
     return "LOCAL_RANK" in os.environ or "LOCAL_WORLD_SIZE" in os.environ
 
 
 def refuse_worlds_of_one() -> None:
-    """Refuse N processes that a launcher started without a wrapper: each would be rank 0 of a world
-    of 1."""
+    """Refuse N processes that were started without torchrun or a wrapper of launch/: each of them
+    would be rank 0 of a world of one."""
     if "RANK" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
         return
-    if "RANK" not in os.environ:
-        refuse_python_for_torchrun()
+    of_torchrun = [os.environ.get(name, "1") for name in ("PET_NNODES", "PET_NPROC_PER_NODE")]
+    if "RANK" not in os.environ and of_torchrun != ["1", "1"]:
+        # Kubeflow Trainer sets them in each pod (kubeflow/trainer#3930), which has its own log
+        sets = "PET_NNODES={} and PET_NPROC_PER_NODE={} configure torchrun".format(*of_torchrun)
+        refuse(f"{sets}, but python was started; start torchrun with this script", speaks=True)
     launchers = read_launchers()
     ranks = ["RANK", *(rank for rank, _ in launchers)]
     for _, size in launchers:
@@ -207,77 +212,58 @@ def refuse_worlds_of_one() -> None:
         if tasks == "1":
             continue
         refuse(
-            f"{size} says {tasks} tasks, but each would run by itself; start them with "
-            "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
-            "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, mpiexec, flux)",
+            f"{size}={tasks}, but each task would run as a world of one; start them with "
+            "launch/slurm_torchrun.sbatch (torchrun on each node), "
+            "launch/slurm_srun.sbatch (a task per rank) or "
+            "launch/mpi_env.sh (mpirun, mpiexec, flux)",
             speaks=all(os.environ.get(rank, "0") == "0" for rank in ranks),
         )
 
 
 def read_launchers() -> list[tuple[str, str]]:
-    """The variables that each launcher of launch/launchers.txt sets: rank and number of tasks. If
-    that file was not copied, there are none, and a process that torchrun has not started says so if
-    another launcher has."""
-    lines, path = list[str](), ROOT / "launch" / "launchers.txt"
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        started_by = [name for name in LAUNCHERS if name in os.environ]
-        if started_by and "RANK" not in os.environ:
-            what = f"{started_by[0]} is set, but RANK is not, and {path}: {error.strerror}"
-            advice = "if this is one of several tasks, start them with torchrun, or set RANK"
-            complain(f"warning: {what}; this process runs by itself; {advice} and WORLD_SIZE")
+    """Return for each launcher in launch/launchers.txt its variables of the rank and of the number
+    of tasks; [] if launch/ was not copied along with the scripts."""
+    lines = list[str]()
+    with contextlib.suppress(OSError):
+        lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
     rows = [line.split() for line in lines if line and not line.startswith("#")]
     return [(rank, size) for _, _, rank, size, *_ in rows]
 
 
-def refuse_python_for_torchrun() -> None:
-    """Refuse a process that python started where torchrun's own variables, as Kubeflow Trainer sets
-    them in each pod, are about several ranks (kubeflow/trainer#3930)."""
-    counts = {name: os.environ.get(name, "1") for name in ("PET_NNODES", "PET_NPROC_PER_NODE")}
-    if set(counts.values()) == {"1"}:
-        return
-    nodes, ranks = counts.values()
-    name = "PET_NNODES" if nodes != "1" else "PET_NPROC_PER_NODE"
-    what = f"{name} says {nodes} node{'s' * (nodes != '1')} of {ranks}"
-    # each pod has a log of its own
-    refuse(f"{what}, but python was started; start torchrun with this script", speaks=True)
-
-
 def variable(name: str, least: int, most: int = 2**31) -> int:
-    """The whole number in a variable of the launcher. Refuses any other value."""
+    """Return the integer in a variable of the launcher. Refuses any other value."""
     text = os.environ.get(name)
     with contextlib.suppress(ValueError):
         if text is not None and least <= int(text) <= most:
             return int(text)
     limits = f"of at least {least}" if most == 2**31 else f"from {least} to {most}"
-    refuse_here(name, f"a whole number {limits}", text)
+    refuse_variable(name, f"a whole number {limits}", text)
 
 
-def refuse_here(name: str, expected: str, text: str | None) -> NoReturn:
-    """Refuse the value of a variable. Elsewhere it may be right: so this rank speaks, whichever it
-    is."""
+def refuse_variable(name: str, expected: str, text: str | None) -> NoReturn:
+    """Refuse the value of a variable. It may be valid on other ranks, so each rank prints its own
+    line."""
     got = "but it is not set" if text is None else f"got {text!r}"
     line = f"{name} on {socket.gethostname()}: expected {expected}, {got}; {BY_HAND}"
     refuse(line, speaks=True)
 
 
-def raise_file_limit(needed: int) -> int:
-    """Let this process open so many files, if the hard limit allows. Returns how many it may."""
+def raise_file_limit(wanted: int) -> int:
+    """Raise the soft limit on open files to `wanted`, or to the hard limit. Returns that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
 
 
 def meets_on_loopback(world_size: int, local_world_size: int) -> bool:
-    """Whether all ranks are on this host for certain, before they have met."""
+    """Whether it is certain before the rendezvous that all ranks are on this host."""
     address = os.environ.get("MASTER_ADDR")
     try:
-        found = socket.getaddrinfo(address or "no address", None)  # a name may lead there, too
+        found = socket.getaddrinfo(address or "no address", None)  # a name may resolve to loopback
     except (OSError, UnicodeError):
-        refuse_here("MASTER_ADDR", "the name or address of rank 0's host", address)
+        refuse_variable("MASTER_ADDR", "the name or address of rank 0's host", address)
     if has_local_variables():
         return local_world_size == world_size
     return all(ipaddress.ip_address(row[4][0]).is_loopback for row in found)
@@ -286,15 +272,15 @@ def meets_on_loopback(world_size: int, local_world_size: int) -> bool:
 def connect_to_store(
     rank: int, timeout_s: float, on_loopback: bool
 ) -> tuple[dist.TCPStore, dist.Store]:
-    """Two connections to the store, which rank 0 serves unless torchrun's agent does.
+    """Return two connections to the store, which rank 0 serves unless torchrun's agent does.
 
-    on_loopback: it listens on the loopback alone. By itself it would listen on all interfaces.
+    on_loopback: the server listens on loopback only; by default it listens on all interfaces.
     """
     port, listener = variable("MASTER_PORT", 1, 65535), None
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not served
     if on_loopback and not served:
-        # also for the processes of checkpoint_sweep's async-process, which meet there, too
+        # also for the processes of checkpoint_sweep's async-process, which use the same address
         os.environ["MASTER_ADDR"] = LOOPBACK
     address = os.environ["MASTER_ADDR"]
     try:
@@ -313,7 +299,7 @@ def connect_to_store(
         reason = str(error).splitlines()[0]
         if isinstance(error, OSError) or "EADDRINUSE" in reason:
             why = os.strerror(getattr(error, "errno", None) or errno.EADDRINUSE)
-            refuse_here("MASTER_PORT", f"a free port ({why})", str(port))
+            refuse_variable("MASTER_PORT", f"a free port ({why})", str(port))
         name = "rank 0 on loopback" if on_loopback else "MASTER_ADDR"
         unreached = f"{socket.gethostname()} cannot reach {name} {address}:{port}: {reason}"
         end(HANG, unreached, say=local_rank() == 0)
@@ -324,23 +310,24 @@ def meet(
     world_size: int,
     timeout_s: float,
     on_loopback: bool = False,
-    contents: Mapping[str, str] = MappingProxyType({}),
+    contents: Mapping[str, str] | None = None,
 ) -> tuple[dist.Store, dist.Store]:
-    """Two connections to the store in which all ranks have met. Refuses what does not fit together.
+    """Wait in the store until all ranks have arrived. Refuses ranks that cannot form one job.
 
-    Both are made while the ranks arrive one by one. The store looks up the name of each client, one
-    after the other (pytorch/pytorch#159007). If all ranks connected at once, a name server might
-    drop requests, and the store would serve nobody until they time out, 5 s each.
+    Returns two connections to the store. Both are made now, while ranks arrive one by one: the
+    store resolves the name of each client in turn (pytorch/pytorch#159007). If all ranks connected
+    at once, a name server might drop requests, and the store would block until each times out
+    after 5 s.
     """
     until = time.monotonic() + timeout_s
     tcp, second_tcp = connect_to_store(rank, timeout_s, on_loopback)
-    # torchrun's store outlives a restart of the ranks. Without a prefix of their own the new ranks
-    # would dial the ports of the dead ones (pytorch/pytorch#135712).
+    # torchrun's store survives a restart of the ranks. Without a prefix per attempt the new ranks
+    # would connect to ports of the old ones (pytorch/pytorch#135712).
     prefix = f"torchrun-bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(prefix, tcp)
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
     words = [os.path.basename(sys.argv[0]), *without_paths(sys.argv[1:])]
-    row = [here, address_towards(address), words, dict(contents)]
+    row = [here, address_towards(address), words, dict(contents or {})]
     store.set(f"here/{rank}", json.dumps(row))
     if rank == 0:
         signs = [f"here/{other}" for other in range(world_size)]
@@ -348,24 +335,24 @@ def meet(
             missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
             hint = "" if has_local_variables() else f"; on several hosts {ADVICE}"
             end(HANG, f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
-        store.set("all here", misfit(rows_of(store, world_size)) or "")
+        store.set("all here", mismatch(rows_of(store, world_size)) or "")
     try:
-        if not wait_for(store, ["all here"], until + 10):  # rank 0 speaks first
-            end(HANG, f"HANG: not all ranks came within {timeout_s:g} s", say=False)
+        if not wait_for(store, ["all here"], until + 10):  # rank 0 reports first
+            end(HANG, f"HANG: not all ranks arrived within {timeout_s:g} s", say=False)
         if problem := store.get("all here").decode():
-            if rank == 0:  # it may hold the store, in which the others look every 0.05 s
+            if rank == 0:  # it may serve the store, which the other ranks poll every 0.05 s
                 time.sleep(1)
             refuse(problem)
     except RuntimeError:  # rank 0 has ended, and the store with it
         port = os.environ["MASTER_PORT"]
-        lost = f"{here} lost rank 0 at {address}:{port} before all had met"
+        lost = f"{here} lost rank 0 at {address}:{port} before all ranks had arrived"
         end(HANG, lost, say=local_rank() == 0)
     return store, dist.PrefixStore(prefix, second_tcp)
 
 
 def without_paths(words: Sequence[str]) -> list[str]:
-    """The arguments with PATH instead of the values of --json and --profile, which need not be the
-    same on all ranks: rank 0 alone writes the report, and each rank its own traces."""
+    """Replace the values of --json and --profile with PATH. They may differ between ranks: rank 0
+    alone writes the report, and each rank writes its own traces."""
     flags = ("-J", "--json", "--output-file", "--output_file", "--profile")
     kept: list[str] = []
     for last, word in zip(["", *words], words, strict=False):
@@ -379,7 +366,7 @@ def without_paths(words: Sequence[str]) -> list[str]:
 
 
 def wait_for(store: dist.Store, keys: list[str], until: float) -> bool:
-    """Wait for all keys in the store; False if it lacks some at `until`. Ctrl-C ends the wait."""
+    """Wait for all keys in the store. Returns False if one is missing at `until`. Ctrl-C works."""
     while not store.check(keys):
         if time.monotonic() > until:
             return False
@@ -388,17 +375,17 @@ def wait_for(store: dist.Store, keys: list[str], until: float) -> bool:
 
 
 def rows_of(store: dist.Store, world_size: int) -> list[Any]:
-    """What each rank has left in the store: its host, its address, its command line, and the hashes
-    of its files."""
+    """Return the entry of each rank in the store: its host, its address, its command line and the
+    hashes of its files."""
     signs = [f"here/{rank}" for rank in range(world_size)]
     return [json.loads(text) for text in store.multi_get(signs)]
 
 
-def misfit(rows: list[Any]) -> str | None:
-    """Why these ranks cannot be one job; None if they can. rows: of `rows_of`."""
+def mismatch(rows: list[Any]) -> str | None:
+    """Return why these ranks cannot form one job, or None if they can. rows: see `rows_of`."""
     hosts = {f"{host} ({address})" for host, address, *_ in rows}
     if not has_local_variables() and len(hosts) > 1:
-        return f"RANK and WORLD_SIZE alone are for one host, got {cut(sorted(hosts))}; {ADVICE}"
+        return f"only RANK and WORLD_SIZE are set, but ranks are on {cut(sorted(hosts))}; {ADVICE}"
     first = rows[0][2]
     others = [rank for rank, (_, _, words, _) in enumerate(rows) if words != first]
     if others:
@@ -414,8 +401,11 @@ def misfit(rows: list[Any]) -> str | None:
 
 
 def find_interface(store: dist.Store, world_size: int) -> str:
-    """The interface that leads to the master. On the master's own node that may be loopback: there
-    it is the one that leads to a rank on another node."""
+    """Return the interface with the route to the master; "" if unknown.
+
+    On the master's own node that route may be loopback. There the interface is the one with the
+    route to a rank on another node.
+    """
     address = address_towards(os.environ["MASTER_ADDR"])
     if address.startswith("127."):
         here = socket.gethostname()
@@ -429,8 +419,8 @@ def find_interface(store: dist.Store, world_size: int) -> str:
 
 
 def address_towards(host: str) -> str:
-    """This host's IPv4 address on the way to another host; "" if there is no way."""
+    """Return this host's IPv4 address on the route to another host; "" if there is no route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it chooses the route
+        probe.connect((host, 9))  # sends no packet: it selects the route
         return str(probe.getsockname()[0])
     return ""

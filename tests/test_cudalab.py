@@ -243,7 +243,7 @@ ROWS = [
     # torch 2.14 has no flight recorder for nccl2; there `nccl` is the legacy one
     Row("fault hang in NCCL", 2, f"{INJECT} stops-in-all-reduce {B}/collectives.py "
         f"--collective all_reduce -b 64 -e 64K -f 32 -n 4 {TWELVE} --timeout 15", (1, 3),
-        (NAMED, "rank 1", r"newest collective nccl\w*:all_reduce")),
+        (NAMED, "rank 1", r"last collective nccl\w*:all_reduce")),
     Row("fault assert", 1, f"{INJECT} device-assert {DDP} {TWELVE}", (1,),
         ("this process cannot use its GPU any more",), ci=True),
     Row("fault memory", 1, f"{B}/ddp_sweep.py --models resnet18,tests.own_models:gpt "

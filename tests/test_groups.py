@@ -1,4 +1,4 @@
-"""What is left of the control group when a run ends."""
+"""The control group must not outlive the run."""
 
 import subprocess
 import sys
@@ -23,8 +23,8 @@ print("alive" if world() else "gone")
 
 @pytest.mark.smoke
 def test_no_default_argument_of_torch_keeps_the_control_group() -> None:
-    """Its threads would outlive the run, which crashed now and then as the interpreter ended. A
-    process of its own: what the first optimizer imports is imported once."""
+    """Its threads would outlive the run, which occasionally crashed at interpreter exit. This needs
+    a separate process, because the modules of the first optimizer are imported only once."""
     command = [sys.executable, "-c", RUN]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.stdout == "gone\n", done.stderr

@@ -39,8 +39,8 @@ def test_every_operation_with_two_callers_on_three_nodes(bench: Callable[..., An
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--rpc-transports", "ibv"], "error: --rpc-transports ibv: there is none here"),
-        (["--rpc-timeout", "0.001"], "error: --rpc-timeout 0.001: RPC takes longer to start"),
+        (["--rpc-transports", "ibv"], "error: --rpc-transports ibv: not available on this host"),
+        (["--rpc-timeout", "0.001"], "error: starting RPC took longer than --rpc-timeout 0.001"),
     ],
     ids=["transport", "timeout"],
 )

@@ -1,4 +1,5 @@
-"""What was uncertain in a run, why, and which flag helps. What is launch-bound or has two modes."""
+"""Hints: missing and wide intervals with their causes and the flag that helps, launch-bound cases,
+and steps with two modes."""
 
 import math
 import os
@@ -13,17 +14,17 @@ from common.report import Case, Estimate, show_seconds
 from common.stats import autocorrelation_time, modes, time_of_iterations
 from common.timing import MIN_SAMPLES
 
-WIDE = 0.1  # an interval that reaches farther from its value, as a share of it, gets a hint
-LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes more of the device's time
+WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
+LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time
 LAUNCH_HINT = (
-    "launch-bound: the host takes over 90 % of the time to launch the kernels, so this measures "
+    "launch-bound: launching the kernels takes the host over 90 % of the time, so this measures "
     "Python; try a larger --batch-size, CUDA graphs (-G) or compile"
 )
 
 
 class Hints(Observer):
-    """Lines below the row of a case that is launch-bound, or that has two modes; at the end what is
-    uncertain and what helps."""
+    """Adds lines below the row of a case that is launch-bound or has two modes, and at the end
+    hints on uncertain results."""
 
     def row(self, case: Case, seen: list[Any]) -> list[str]:
         share = launch_bound(case)
@@ -43,15 +44,15 @@ class Hints(Observer):
 
 
 def launch_bound(case: Case) -> float | None:
-    """Launching over the device's time, where this is largest among the steps; None if it is no
-    more than LAUNCH_BOUND."""
+    """Return the launch time over the device's time of the step with the largest share; None if it
+    is at most LAUNCH_BOUND."""
     share = max(case.metrics.get("launch_share", {}).values(), default=0.0)
     return float(share) if share > LAUNCH_BOUND else None
 
 
 def two_modes(case: Case) -> list[str]:
-    """A line if the step takes one of two times, such as 0.3 ms or 3.6 ms for a call that waits for
-    a core: the median is the time of neither, or says nothing about the other."""
+    """Return a line if the step has two modes, such as 0.3 ms, and 3.6 ms for a call that waits for
+    a core. The median then belongs to neither, or ignores one of them."""
     both = modes(slowest_s(case))
     if case.failed or not both:
         return []
@@ -60,7 +61,10 @@ def two_modes(case: Case) -> list[str]:
 
 
 def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes: list[int]) -> str:
-    """Where more ranks than cores are; "" if nowhere. rows: of the ranks. nodes: of each rank."""
+    """Name the first node with more ranks than cores; "" if there is none.
+
+    rows: of the ranks. loads: of the nodes. nodes: the node of each rank.
+    """
     for node, load in enumerate(loads):
         ranks = nodes.count(node)
         if ranks > load.cores:
@@ -70,8 +74,8 @@ def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes:
 
 
 def estimates_of(case: Case) -> Iterator[tuple[str, Estimate]]:
-    """The estimated numbers of a case, in words: `exposed_s` is `exposed`, and so is `25MB bf16
-    exposed_s` of one of several settings. Rates are left out: they follow from times."""
+    """Yield the estimates of a case with their names in words: `exposed_s` is `exposed`, and so is
+    `25MB bf16 exposed_s` of one of several settings. Rates are omitted: they follow from times."""
     for name, value in case.metrics.items():
         if isinstance(value, Estimate) and "_per_" not in name:
             yield name.rpartition(" ")[2].removesuffix("_s").replace("_", " "), value
@@ -82,7 +86,7 @@ def without_interval(case: Case) -> set[str]:
 
 
 def with_wide_interval(case: Case) -> set[str]:
-    """Those whose interval is wide. A difference that may be 0 is as small as it can be told."""
+    """Differences that may be 0 do not count: relative to them, any interval is wide."""
     wide = set()
     for name, number in estimates_of(case):
         if number.relative and number.relative > WIDE and not number.may_be(0):
@@ -91,19 +95,19 @@ def with_wide_interval(case: Case) -> set[str]:
 
 
 def slowest_s(case: Case) -> list[float]:
-    """The time of the step in each iteration."""
+    """Return the time of the step in each iteration."""
     if not case.samples_s.get("step"):
         return []
     return [float(x) for x in time_of_iterations(case.samples_s["step"], case.aligned)]
 
 
 def timed_s(case: Case) -> float:
-    """The seconds of all samples of the first row, the step's and the parts' together."""
+    """Return the total seconds of the first row's samples, of the step and all parts."""
     return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
 
 
 def drifts(case: Case) -> bool:
-    """Whether samples in a row are so alike that all count as fewer than MIN_SAMPLES."""
+    """Whether the samples are so correlated that they count as fewer than MIN_SAMPLES."""
     samples = slowest_s(case)
     if len(samples) < MIN_SAMPLES:
         return False
@@ -113,11 +117,11 @@ def drifts(case: Case) -> bool:
 def hints(
     cases: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool = True
 ) -> list[str]:
-    """If intervals are missing or wide: of which numbers and cases, and a line for each cause that
-    can be seen, with the flag that helps.
+    """Return lines on missing and wide intervals: their numbers and cases, and for each cause found
+    the flag that helps.
 
-    cases: those that did not fail. busy, crowded: CPU use by other processes, and where ranks share
-    cores, as text. is_load_known: whether CPU use by other processes was measured.
+    cases: those that did not fail. busy, crowded: CPU use by other processes, and nodes with more
+    ranks than cores, as text. is_load_known: whether CPU use by other processes was measured.
     """
     lacking = [case for case in cases if without_interval(case)]
     wide = [case for case in cases if with_wide_interval(case) and case not in lacking]
@@ -132,14 +136,14 @@ def hints(
 def list_intervals(
     what: str, cases: Sequence[Case], numbers_of: Callable[[Case], set[str]]
 ) -> list[str]:
-    """[`95 % interval missing (-) in 2 of 3 cases: step (ddp eager, fsdp2 eager)`], or [] if there
-    are none. numbers_of: the numbers of a case that have such an interval."""
-    tables: dict[str, set[str]] = {}  # that have a row of this name
+    """Return [`95 % interval missing (-) in 2 of 3 cases: step (ddp eager, fsdp2 eager)`], or [] if
+    there are none. numbers_of: returns the affected numbers of a case."""
+    tables: dict[str, set[str]] = {}  # by name of a row
     for case in cases:
         tables.setdefault(case.name, set()).add(case.table)
-    found: dict[str, list[str]] = {}  # by number: the cases
+    found: dict[str, list[str]] = {}  # cases by number
     for case in cases:
-        is_unique = len(tables[case.name]) == 1  # in a run several tables may have such a row
+        is_unique = len(tables[case.name]) == 1  # rows of several tables may have the same name
         name = case.name if is_unique else f"{case.name} of {case.table.partition(',')[0]}"
         for number in sorted(numbers_of(case)):
             found.setdefault(number, []).append(name)
@@ -153,34 +157,33 @@ def list_intervals(
 def causes(
     doubtful: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool
 ) -> list[str]:
-    """A line for each cause that can be seen, with what helps against it; if there is none, what
-    often helps."""
+    """Return a line for each cause found, with its remedy; if there is none, a common remedy."""
     lines = []
     if crowded:
         lines.append(f"{crowded}: start fewer ranks")
     if busy:
-        cure = "wait until they end, or compare by analysis/ab.py --interleave"
-        lines.append(f"{busy}: {cure}")
+        lines.append(f"{busy}: wait until they end, or compare with analysis/ab.py --interleave")
     counts = [len(slowest_s(case)) for case in doubtful]
     drifting = sum(drifts(case) for case in doubtful)
-    longer = flag_for_more(doubtful, args)
+    longer = f"try {flag_for_more(doubtful, args)}"
     if drifting:
-        lines.append(f"the samples of {drifting} drift, so they count as fewer: {longer}")
+        drift = f"samples of {count_of(drifting, 'case')} drift, and so count as fewer"
+        lines.append(f"{drift}: {longer}")
     elif min(counts) < args.min_iters:
-        lines.append(f"few samples, {min(counts)} in one of them: {longer}")
+        lines.append(f"few samples, down to {min(counts)} per case: {longer}")
     if is_load_known:
-        return lines or [f"no cause is seen; what often helps: {longer}"]
+        return lines or [f"no cause found: {longer}"]
     by_ab = "ab.py records it" if os.environ.get(TURN) else "so it may be the cause"
-    unknown = f"CPU use by other processes was not measured here; {by_ab}"
-    return [*lines, unknown] if lines else [f"{unknown}; what often helps: {longer}"]
+    unknown = f"CPU use by other processes was not measured here, {by_ab}"
+    return [*lines, unknown] if lines else [f"{unknown}: {longer}"]
 
 
 def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
-    """The flag that gives such cases more samples: twice as many iterations, or four times as
-    long as their samples took, since each block starts with an untimed iteration."""
+    """Return the flag for more samples: twice as many iterations, or four times the time of the
+    samples, because each block starts with an untimed iteration."""
     if args.iters:
         return f"--iters {2 * args.iters}"
-    # of a case with several settings --max-seconds counts for each of them
+    # --max-seconds applies to each setting of a case
     counts = [len(str(case.key.get("settings", "")).split(", ")) for case in doubtful]
     timed = [timed_s(case) / count for case, count in zip(doubtful, counts, strict=True)]
     seconds = 4 * max(args.max_seconds, *timed)

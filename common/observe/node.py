@@ -1,5 +1,5 @@
-"""GPUs and networks of the nodes: what is wrong with them at the start, and what happened to them
-during the run."""
+"""GPUs and networks of the nodes: problems at the start, and throttling and network errors during
+the run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,24 +20,25 @@ THROTTLED = {
     0x80: "power brake",
 }
 POWER_CAP = "power cap"
-# The driver's counters of how long a GPU was slowed down, `7 us`. Older drivers lack them.
+# Fields of nvidia-smi with the time for which the driver slowed down a GPU, such as `7 us`. Older
+# drivers lack them.
 SLOWED = {
     "clocks_event_reasons_counters.sw_power_cap": POWER_CAP,
     "clocks_event_reasons_counters.sw_thermal_slowdown": "software thermal",
     "clocks_event_reasons_counters.hw_thermal_slowdown": "hardware thermal",
     "clocks_event_reasons_counters.hw_power_brake_slowdown": "power brake",
 }
-COUNTERS = ",".join(["index", *SLOWED])  # what nvidia-smi is asked for
-LEAST_SLOWED_S = 0.1  # shorter slowdowns within a run are not worth a line
+COUNTERS = ",".join(["index", *SLOWED])  # the query of nvidia-smi
+LEAST_SLOWED_S = 0.1  # shorter slowdowns within a run are not reported
 COUNTED = ("errin", "errout", "dropin", "dropout")  # by psutil, for each network interface
 
-Gpus = list[dict[str, str]]  # what `gpu_state` says about each GPU of a node
-Slowed = list[dict[str, float]]  # for each of our GPUs of a node: reason -> seconds
-Counters = dict[str, int]  # `eth0 dropin` -> how often
+Gpus = list[dict[str, str]]  # the state of each GPU of a node, from `gpu_state`
+Slowed = list[dict[str, float]]  # seconds by reason, for each GPU of a node that the job uses
+Counters = dict[str, int]  # by name, such as `eth0 dropin`
 
 
 class Node(Observer):
-    """The first rank of a node looks at the node's network and at the GPUs that ranks use."""
+    """Observes the network of each node and the GPUs that ranks use, from the node's first rank."""
 
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
@@ -50,7 +51,7 @@ class Node(Observer):
             bench.print(f"# {line}")
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
-        """Adds a row for each node: `network`, and on CUDA also `gpus` and `slowed_s`."""
+        """Add an entry per node to `network`, and on CUDA also to `gpus` and `slowed_s`."""
         row = None
         environment = self.bench.report.environment
         if self.looks:
@@ -64,7 +65,7 @@ class Node(Observer):
         hosts = environment["hosts"]
         lines: list[str] = []
         last_line["network"] = [errors for _, _, errors in rows]
-        if len(rows) > 1:  # on one node the data did not go over the network
+        if len(rows) > 1:  # on a single node the data does not use the network
             lines += network_lines(hosts, last_line["network"])
         if environment["cuda"]:
             last_line["gpus"] = [gpus for gpus, _, _ in rows]
@@ -75,25 +76,25 @@ class Node(Observer):
 
 
 def warnings_at_start(environment: dict[str, Any]) -> list[str]:
-    """A line for each GPU that is throttled or broken, for GPUs that are missing, and for a rank
-    with one core."""
+    """Return a line for each GPU that is throttled or broken, for missing GPUs, and for a rank on
+    CUDA with a single core."""
     hosts = environment["hosts"]
     warnings = throttled(hosts, environment["gpus"])
     warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
     for row in environment["ranks"]:
         if row["uuid"] and row["cores"] == 1:
             warnings.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")
-            break  # the others have as few
+            break  # one line is enough
     return bounded([f"warning: {warning}" for warning in warnings], "warnings")
 
 
 def throttled(hosts: list[str], gpus: list[Gpus]) -> list[str]:
-    """A line for each GPU that runs slower than it could right now, with the reason."""
+    """Return a line for each GPU that is currently slowed down, with the reasons."""
     lines = []
     for host, node in zip(hosts, gpus, strict=False):
         for gpu in node:
             text = gpu["clocks_event_reasons.active"]
-            bits = int(text, 16) if text.startswith("0x") else 0  # other texts mean: not known
+            bits = int(text, 16) if text.startswith("0x") else 0  # any other text: unknown
             reasons = [name for bit, name in THROTTLED.items() if bits & bit]
             if reasons:
                 lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
@@ -101,8 +102,9 @@ def throttled(hosts: list[str], gpus: list[Gpus]) -> list[str]:
 
 
 def slowed_seconds(before: Gpus, after: Gpus, indices: Sequence[str]) -> Slowed | None:
-    """How long each of these GPUs was slowed down between two readings of COUNTERS. None if the
-    driver does not count it. One moment tells little: after the last case the GPUs are idle."""
+    """Return how long each of these GPUs was slowed down between two readings of COUNTERS; None if
+    the driver has no such counters. (After the last case the current state is that of an idle GPU.)
+    """
     starts, ends = ({gpu["index"]: gpu for gpu in gpus} for gpus in (before, after))
     slowed, known = Slowed(), False
     for index in indices:
@@ -120,16 +122,16 @@ def slowed_seconds(before: Gpus, after: Gpus, indices: Sequence[str]) -> Slowed 
 
 
 def seconds_of(text: str) -> float | None:
-    """1.5 for `1500000 us`; None if it is not known."""
+    """Return 1.5 for `1500000 us`; None if unknown."""
     number = text.removesuffix(" us")
     return int(number) / 1e6 if number.isdigit() else None
 
 
 def slowed_lines(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]) -> list[str]:
-    """A line for each GPU that was slowed down, with the seconds of each reason.
+    """Return a line for each GPU that was slowed down, with the seconds for each reason.
 
-    A power cap alone is a note: it is normal under large products. Heat and a power brake are not,
-    so they are a warning, and their GPUs come first.
+    A power cap alone is a note, because large matrix products reach it normally. Heat and a power
+    brake are warnings, and come first.
     """
     warnings, notes = list[str](), list[str]()
     for host, node, seconds_of_node in zip(hosts, gpus, slowed, strict=True):
@@ -144,8 +146,8 @@ def slowed_lines(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]
 
 
 def without_counters(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]) -> list[str]:
-    """A line that names the hosts whose driver does not count how long it slowed GPUs down."""
-    drivers: dict[str, list[str]] = {}  # the hosts with each driver that lacks them
+    """Return a line that names the hosts whose driver has no throttle counters."""
+    drivers: dict[str, list[str]] = {}  # hosts by version of the driver
     for host, node, seconds in zip(hosts, gpus, slowed, strict=True):
         if node and seconds is None:
             drivers.setdefault(node[0]["driver_version"], []).append(host)
@@ -156,8 +158,8 @@ def without_counters(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | N
 
 
 def network_errors() -> Counters:
-    """Errors and drops of each network interface of this node but loopback, since it was started,
-    whatever program they belong to."""
+    """Return the errors and drops of each network interface of this node, except loopback, since it
+    was started. They include those of other programs."""
     try:
         interfaces = psutil.net_io_counters(pernic=True)
     except OSError:  # a system without them
@@ -170,15 +172,15 @@ def network_errors() -> Counters:
 
 
 def growth(before: Counters, after: Counters) -> Counters:
-    """What grew between two readings, and by how much; the largest comes first."""
+    """Return the increase of each counter that grew between two readings, the largest first."""
     grew = {name: count - before.get(name, count) for name, count in after.items()}
     ordered = sorted(grew.items(), key=lambda item: -item[1])
     return {name: more for name, more in ordered if more > 0}
 
 
 def network_lines(hosts: list[str], grew: list[Counters]) -> list[str]:
-    """A line for each host of which a counter grew; the host with the largest sum comes first."""
-    by_host = dict(zip(hosts, grew, strict=True))  # nodes of one host count the same
+    """Return a line for each host with counters that grew, the largest sum first."""
+    by_host = dict(zip(hosts, grew, strict=True))  # nodes on one host have the same counters
     lines = []
     for host in sorted(by_host, key=lambda host: -sum(by_host[host].values())):
         counts = [f"{more:,} {name}" for name, more in by_host[host].items()]

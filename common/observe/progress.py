@@ -1,44 +1,16 @@
-"""The line on a terminal: which case of how many, how long still, and what is done now."""
+"""The progress line on a terminal: the case, its current phase, elapsed and remaining time."""
 
 import sys
-import time
-from dataclasses import dataclass, field
 
 from common.benchmark import Benchmark, Observer
-from common.cli import duration
 
 try:
     from tqdm import tqdm
 except ModuleNotFoundError:  # then there is no such line
     tqdm = None
 
-
-@dataclass
-class Pace:
-    """How far a run is. now: seconds of a clock that only runs forwards."""
-
-    cases: int = 0  # that the run is going to measure; 0 if nobody knows
-    taken_s: list[float] = field(default_factory=list)  # by each case that is over
-    begun_s: float | None = None  # when the case began
-
-    def begin(self, now: float) -> None:
-        """A case begins, and the one before is over."""
-        if self.begun_s is not None:
-            self.taken_s.append(now - self.begun_s)
-        self.begun_s = now
-
-    def text(self, now: float) -> str:
-        """`case 3 of 12, about 2 min left`: cases to come take as long as those before them."""
-        number = len(self.taken_s) + 1
-        if number > self.cases:
-            return f"case {number}"
-        text = f"case {number} of {self.cases}"
-        if not self.taken_s or self.begun_s is None:
-            return text
-        mean_s = sum(self.taken_s) / len(self.taken_s)
-        this_s = max(0.0, mean_s - (now - self.begun_s))
-        left_s = mean_s * (self.cases - number) + this_s
-        return f"{text}, about {duration(max(1.0, left_s))} left"
+# by tqdm, which assumes that the remaining cases take as long as those before them
+ELAPSED, WITH_REMAINING = "{desc} [{elapsed}]", "{desc} [{elapsed}<{remaining}]"
 
 
 class Progress(Observer):
@@ -46,29 +18,25 @@ class Progress(Observer):
 
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
-        self.pace = Pace()
-        self.number = 0  # of the case
         self.line = None
         if tqdm and bench.is_first and sys.stderr.isatty():
-            tqdm.monitor_interval = 0  # no thread beside those that are timed
-            self.line = tqdm(bar_format="{desc} [{elapsed}]", leave=False)
+            tqdm.monitor_interval = 0  # no thread in addition to those that are timed
+            self.line = tqdm(bar_format=ELAPSED, miniters=0, smoothing=0, leave=False)
 
     def phase(self, what: str) -> None:
         if self.line is None:
             return
-        if not what:  # a line is going to be printed
+        if not what:  # a line is about to be printed
             self.line.clear()
             return
-        now = time.monotonic()
-        self.pace.cases = self.bench.case_count
-        # what comes before the first case, such as `prepare`, is none
-        if len(self.bench.measured) != self.number:
-            self.number = len(self.bench.measured)
-            self.pace.begin(now)
-        text = f"{self.pace.text(now)}: {self.bench.watchdog.label}: {what}"
-        room = max(20, (self.line.ncols or 80) - len(" [00:00:00]"))
+        number, count = max(1, len(self.bench.measured)), self.bench.case_count
+        self.line.n, self.line.total = number - 1, count or None
+        self.line.bar_format = WITH_REMAINING if count else ELAPSED
+        of = f" of {count}" if number <= count else ""
+        text = f"case {number}{of}: {self.bench.watchdog.label}: {what}"
+        room = max(20, (self.line.ncols or 80) - len(" [00:00:00<00:00:00]"))
         self.line.set_description_str(text[:room], refresh=False)
-        self.line.update(0)  # shows it, at most ten times a second
+        self.line.update(0)  # displays it, at most ten times a second
 
     def end(self, last_line: dict[str, object]) -> list[str]:
         if self.line is not None:

@@ -1,7 +1,7 @@
-"""Traces of a case, by torch.profiler: `--profile DIR`. docs/profile.md describes the files.
+"""Traces of each case by torch.profiler: `--profile DIR`. docs/profile.md describes the files.
 
 After a case is timed, its ranks run a few more iterations of each step. Some of the ranks profile
-them, and write a file that analysis/trace.py, Perfetto and others read.
+them and write a trace for analysis/trace.py, Perfetto and similar tools.
 """
 
 import gzip
@@ -27,20 +27,20 @@ from common.report import Case, show_seconds
 from common.timing import STEP, RankTimes, Step, Workload, time_block
 
 ITERATIONS = 5
-SLOW = 1.1  # a line says so if a step under the profiler takes more times as long
-MOST_RANKS = 8  # of which a line names each
+SLOW = 1.1  # a slowdown of the step under the profiler beyond this factor is reported
+MOST_RANKS = 8  # limit on ranks that a line names one by one
 Ranks = Collection[int]
-LONGEST_NAME = 120  # letters of a file's name that describe the case
+LONGEST_NAME = 120  # characters of a file name that describe the case
 
-# Kineto writes to stderr when it starts and ends, and where there is no GPU. 99 lets nothing pass.
+# Kineto logs to stderr when it starts and ends, and if there is no GPU. 99 disables all of it.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 class Trace(Observer):
-    """Runs and profiles a few iterations more, after a case is timed."""
+    """Runs and profiles a few more iterations after a case is timed."""
 
     def __init__(self, bench: Benchmark) -> None:
-        """End the run if --profile-ranks has other ranks, or if a rank cannot write a trace."""
+        """End the run if a rank of --profile-ranks does not exist or cannot write a trace."""
         super().__init__(bench)
         self.folder = Path(bench.args.profile or "")
         self.asked: Ranks | None = bench.args.profile_ranks
@@ -53,8 +53,8 @@ class Trace(Observer):
     ) -> dict[str, Any] | None:
         """Run the steps, and write a trace if this rank is one of those that profile.
 
-        Returns the file's name, the seconds of a step without and under the profiler with their
-        quotient, or why the file is `lost`. None on a rank that writes none.
+        Returns the `file`, the seconds of a step without and with the profiler (`step_s`), their
+        quotient (`slowdown`), and the reason if the file is `lost`; None on a rank without a trace.
         """
         if not self.bench.args.profile:
             return None
@@ -70,37 +70,37 @@ class Trace(Observer):
                 self.run(steps, iters, group)
             return None
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11: of any
-        # shapes: without them a trace does not say how many bytes gloo sends
+        # with shapes, because a trace has the bytes that gloo sends only by them
         with profile(record_shapes=True) as profiler:
             seconds = self.run(steps, iters, group)
         file = self.folder / f"{name_of_case(self.bench.report.benchmark, key)}-rank{rank}.json.gz"
         summary: dict[str, Any] = {"file": str(file)}
-        if STEP in steps:  # a checkpoint's step is only a part of what is profiled
+        if STEP in steps:  # the step of a checkpoint is only a part of what is profiled
             summary["slowdown"] = round(seconds[STEP] / own_s, 3)
-            summary["step_s"] = [own_s, seconds[STEP]]  # without the profiler, and under it
+            summary["step_s"] = [own_s, seconds[STEP]]
         self.bench.phase(f"writes {file}", 0)
         return summary | write(profiler, file)
 
     def run(self, steps: Mapping[str, Step | None], iters: int, group: Group) -> dict[str, float]:
-        """Run each step `iters` times, each in a range of its name. Seconds of one, by name."""
+        """Run each step `iters` times in a range of its name. Returns median seconds by name."""
         seconds: dict[str, float] = {}
         for name, step in steps.items():
             self.bench.phase(f"{name}, for the trace")
             dist.barrier(group.control)
-            if step is None:  # this rank waits while others do it
+            if step is None:  # this rank waits while others run it
                 continue
 
             def in_range(name: str = name, step: Step = step) -> None:
                 with record_function(name):
                     step()
 
-            step()  # without a range: the first one under the profiler is slower
+            step()  # without a range, because the first call under the profiler is slower
             times_s, _ = time_block(in_range, iters, self.bench.job.device)
             seconds[name] = median(times_s)
         return seconds
 
     def row(self, case: Case, seen: Sequence[dict[str, Any] | None]) -> list[str]:
-        """The report gets what each rank returned. Lines: the files, and the traces lost."""
+        """Add the summaries to the report. Returns lines on the files and on lost traces."""
         of_rank = zip(map(str, case.ranks), seen, strict=True)
         if traces := {rank: summary for rank, summary in of_rank if summary}:
             case.metrics["traces"] = traces
@@ -109,7 +109,7 @@ class Trace(Observer):
 
 
 def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """traces: what `after` returned, by rank."""
+    """Return lines on lost and on written traces. traces: results of `after` by rank."""
     lost = [rank for rank, summary in traces.items() if "lost" in summary]
     written = [rank for rank in traces if rank not in lost]
     lines = []
@@ -129,8 +129,8 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The command that reads the traces of a case; none if all were lost. traces: what `after`
-    returned, by rank."""
+    """Return the command that reads the traces of a case; [] if all were lost. traces: results of
+    `after` by rank."""
     written = {rank: summary["file"] for rank, summary in traces.items() if "lost" not in summary}
     for rank, file in written.items():
         begin, _, end = file.rpartition(f"-rank{rank}.")
@@ -156,7 +156,7 @@ def check(folder: Path, asked: Ranks | None, world_size: int) -> None:
 
 
 def name_of_case(benchmark: str, key: Mapping[str, Any]) -> str:
-    """Words for the reader, and a digest of the whole key."""
+    """Return a file name: the values of the key in words, and a digest of the whole key."""
     told = [str(value) for value in key.values() if not isinstance(value, bool | None)]
     words = re.sub(r"[^A-Za-z0-9._]+", "-", " ".join([benchmark, *told]))
     text = f"{benchmark} {json.dumps(key, sort_keys=True)}"
@@ -167,7 +167,8 @@ def name_of_case(benchmark: str, key: Mapping[str, Any]) -> str:
 def choose_ranks(
     ranks: Sequence[int], nodes: Sequence[int], medians_s: Sequence[float], asked: Ranks | None
 ) -> set[int]:
-    """Those asked for, or the first rank of each node and the slowest. nodes: of all ranks."""
+    """Return the ranks that profile: those of --profile-ranks (`asked`), or the first rank of each
+    node and the slowest rank. nodes: of all ranks."""
     if asked is not None:
         return set(ranks) & set(asked)
     first_of_node = {nodes[rank]: rank for rank in reversed(ranks)}
@@ -176,7 +177,7 @@ def choose_ranks(
 
 
 def write(profiler: profile, file: Path) -> dict[str, str]:
-    """Write the trace. Returns why it is `lost`, nothing if it is not."""
+    """Write the trace. Returns {} or, if that failed, {"lost": reason}."""
     try:
         file.unlink(missing_ok=True)
         profiler.export_chrome_trace(str(file))

@@ -163,4 +163,4 @@ def test_a_hang_over_nccl_is_named(shared: Callable[..., Any]) -> None:
     assert run.status != 0
     assert "rank 1" in run.err
     assert "does not answer" in run.err
-    assert re.search(r"newest collective nccl\w*:all_reduce", run.err)  # nccl2's have its name
+    assert re.search(r"last collective nccl\w*:all_reduce", run.err)  # nccl2's have its name

@@ -128,7 +128,7 @@ def test_a_suite_is_requeued_and_goes_on(lab: Lab, checkout: Path, tmp_path: Pat
     lab.run(0, "scancel", "--batch", "--signal=USR1", number)
     until(lambda: lab.state(number) == "PENDING", 60, lambda: job.text)
     assert "the time is nearly up: ending the ranks" in job.text
-    assert re.search(r"SIGTERM: \d cases? .* measured and in .*; go on with --resume", job.text)
+    assert re.search(r"SIGTERM: ended after \d cases?, saved in .*; use --resume", job.text)
     assert "requeued, 1 of at most 3 times" in job.text
     assert "suite.sh: interrupted; " in job.text
     assert not (out / "report.html").exists()

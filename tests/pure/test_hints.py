@@ -1,4 +1,4 @@
-"""The lines around the tables, by hand: common/observe/hints.py, progress.py."""
+"""The lines around the tables, by hand: common/observe/hints.py."""
 
 import shlex
 from pathlib import Path
@@ -11,7 +11,6 @@ from common.benchmark import report_lines
 from common.cli import ROOT
 from common.cpu_load import Others
 from common.observe.hints import Hints, crowded_text, hints
-from common.observe.progress import Pace
 from common.report import Case, Estimate
 
 SURE, WIDE, NONE = Estimate(1, 0.95, 1.05), Estimate(1, 0.9, 1.2), Estimate(1)
@@ -26,24 +25,6 @@ def said(*cases: Case, busy: str = "", crowded: str = "", **flags: Any) -> list[
     """The hints of a run with these cases."""
     given = {"iters": None, "min_iters": 20, "max_seconds": 5} | flags
     return hints(cases, SimpleNamespace(**given), busy, crowded)
-
-
-@pytest.mark.parametrize(
-    ("cases", "now", "text"),
-    [
-        (12, 170, "case 3 of 12, about 5 min left"),  # 9 cases, and 20 s of this one
-        (300, 170, "case 3 of 300, about 2 h 29 min left"),
-        (3, 170, "case 3 of 3, about 20 s left"),
-        (3, 250, "case 3 of 3, about 1.0 s left"),
-        (0, 170, "case 3"),  # nothing was announced
-    ],
-)
-def test_how_long_still(cases: int, now: float, text: str) -> None:
-    """Cases that begin at 100 s, 120 s and 160 s; two are over, after 30 s on average."""
-    pace = Pace(cases)
-    for begin in (100, 120, 160):
-        pace.begin(begin)
-    assert pace.text(now) == text
 
 
 def test_which_intervals_are_doubtful() -> None:
@@ -87,17 +68,17 @@ GROWING = case(
     ("causes", "lines"),
     [
         # 12 s of samples, with the untimed iterations up to 24 s: twice that
-        (said(FEW), ["few samples, 6 in one of them: --max-seconds 48"]),
-        (said(FEW, iters=6), ["few samples, 6 in one of them: --iters 12"]),
-        (said(SWING), ["no cause is seen; what often helps: --max-seconds 30"]),
+        (said(FEW), ["few samples, down to 6 per case: try --max-seconds 48"]),
+        (said(FEW, iters=6), ["few samples, down to 6 per case: try --iters 12"]),
+        (said(SWING), ["no cause found: try --max-seconds 30"]),
         (
             said(SWING, busy=OTHERS, crowded=CROWDED),
             [
                 f"{CROWDED}: start fewer ranks",
-                f"{OTHERS}: wait until they end, or compare by analysis/ab.py --interleave",
+                f"{OTHERS}: wait until they end, or compare with analysis/ab.py --interleave",
             ],
         ),
-        (said(GROWING), ["the samples of 1 drift, so they count as fewer: --max-seconds 30"]),
+        (said(GROWING), ["samples of 1 case drift, and so count as fewer: try --max-seconds 30"]),
     ],
 )
 def test_each_cause_that_is_seen_has_a_line_and_what_helps(
@@ -109,11 +90,9 @@ def test_each_cause_that_is_seen_has_a_line_and_what_helps(
 def test_a_cause_that_was_not_looked_for_is_not_called_unseen() -> None:
     """As while two commands take turns: then no rank measures the load."""
     args = SimpleNamespace(iters=None, min_iters=20, max_seconds=5)
-    unknown = "  CPU use by other processes was not measured here; so it may be the cause"
-    assert hints([SWING], args, "", "", False)[1:] == [
-        f"{unknown}; what often helps: --max-seconds 30"
-    ]
-    few = "  few samples, 6 in one of them: --max-seconds 48"
+    unknown = "  CPU use by other processes was not measured here, so it may be the cause"
+    assert hints([SWING], args, "", "", False)[1:] == [f"{unknown}: try --max-seconds 30"]
+    few = "  few samples, down to 6 per case: try --max-seconds 48"
     assert hints([FEW], args, "", "", False)[1:] == [few, unknown]
 
 

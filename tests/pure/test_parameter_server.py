@@ -66,4 +66,4 @@ def test_the_answer_names_every_route() -> None:
         metrics = {"step_s": Estimate(ms / 1e3)}
         cases.append(Case(key={"server": server}, ranks=[0], name=route, metrics=metrics))
     told = "a step takes 18.0 ms (no interval) by hybrid, 15.0 ms (no interval) by rpc running "
-    assert script.answer(cases).startswith(f"{told}(through a server); timed one after the other")
+    assert script.answer(cases).startswith(f"{told}(through a server); these were timed")

@@ -18,23 +18,23 @@ from common.watchdog import (
     SILENT,
     WAITS,
     Watchdog,
-    fates,
-    is_beside,
+    is_error_file,
     launcher_of,
-    ranks_by_fate,
+    lines_by_state,
+    ranks_by_state,
 )
 from tests.process import ROOT
 
 
-def state(rank: int, phase: int = 3, newest: Any = ("g", 7)) -> dict[str, Any]:
-    return {"where": f"rank {rank}", "order": [1, phase], "newest": newest}
+def state(rank: int, phase: int = 3, last: Any = ("g", 7)) -> dict[str, Any]:
+    return {"where": f"rank {rank}", "order": [1, phase], "last": last}
 
 
 def test_a_rank_has_a_line_and_many_of_one_fate_are_counted() -> None:
     """Rank 1 is silent, 2 is in an earlier phase, 3 in an earlier collective, 4 in no case."""
-    states = [state(0), state(1, newest=None), state(2, phase=2), state(3, newest=("g", 6))]
+    states = [state(0), state(1, last=None), state(2, phase=2), state(3, last=("g", 6))]
     states += [state(4, phase=0), *(state(rank) for rank in range(5, 1024))]
-    lines = fates(ranks_by_fate(states))
+    lines = lines_by_state(ranks_by_state(states))
     assert lines[:3] == [f"rank 1: {SILENT}", f"rank 2: {LATE}", f"rank 3: {LATE}"]
     assert lines[3:6] == [f"rank 0: {WAITS}", f"rank 4: {WAITS}", f"rank 5: {WAITS}"]
     assert lines[18:] == [f"rank 18: {WAITS}", f"and 1,005 more ranks: {WAITS}"]
@@ -168,8 +168,8 @@ def test_a_forged_state_kills_nothing_and_writes_nothing(
     ],
 )
 def test_only_error_files_of_the_same_torchrun_are_written(path: Any, accepted: bool) -> None:
-    assert is_beside(path, "/tmp/e/run/attempt_0/0/error.json") == accepted
-    assert not is_beside(path, None)
+    assert is_error_file(path, "/tmp/e/run/attempt_0/0/error.json") == accepted
+    assert not is_error_file(path, None)
 
 
 RANK = """
@@ -193,7 +193,7 @@ def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None
     own = os.environ | {"TORCHELASTIC_RUN_ID": "a run"}
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=50)
     assert done.returncode == -signal.SIGKILL
-    assert (done.stdout, done.stderr) == ("", "SIGTERM: 0 cases are measured\n")
+    assert (done.stdout, done.stderr) == ("", "SIGTERM: ended after 0 cases\n")
 
 
 SIGNALLED = """
@@ -214,7 +214,7 @@ def test_of_two_signals_at_once_the_lower_one_is_named() -> None:
     """Both are pending, as after a second Ctrl-C: the kernel runs the handler of SIGTERM first."""
     command = [sys.executable, "-c", SIGNALLED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert done.stderr == "SIGINT: 0 cases are measured\n"
+    assert done.stderr == "SIGINT: ended after 0 cases\n"
     assert done.returncode == 128 + signal.SIGINT
 
 
