@@ -230,15 +230,15 @@ def sentence(
     large = [rank for rank in late if cost[rank] > LATE * mean[rank]]
     large.sort(key=lambda rank: -cost[rank])
 
-    def often(rank: int, other: int | None = None) -> int:
+    def late_steps(rank: int, other: int | None = None) -> int:
         """The number of steps in which a rank is late, or later than another rank."""
         margins = {step: LATE * length for step, length in lengths[rank].items()}
         than = {} if other is None else late[other]
         own = late[rank]
         return sum(own.get(step, 0) - than.get(step, 0) > ms for step, ms in margins.items())
 
-    def is_usual(rank: int, other: int | None = None) -> bool:
-        return 2 * often(rank, other) > len(lengths[rank])
+    def is_usually_late(rank: int, other: int | None = None) -> bool:
+        return 2 * late_steps(rank, other) > len(lengths[rank])
 
     def name(rank: int) -> str:
         host = (hosts or {}).get(rank)
@@ -253,20 +253,20 @@ def sentence(
 
     if not large:
         return f"no rank makes the other ranks wait for more than {LATE:.0%} of a step"
-    named = [rank for rank in large if is_usual(rank)]
+    named = [rank for rank in large if is_usually_late(rank)]
     if not named:
-        times = f"in {often(large[0])} of {len(lengths[large[0]])} steps"
+        times = f"in {late_steps(large[0])} of {len(lengths[large[0]])} steps"
         return f"no rank is late in most steps; the other ranks wait {each(large[:1])}, {times}"
     if 2 * len(named) > len(late):  # most ranks are late at some point: one must stand out
         first, second = named[:2]
-        if cost[first] - cost[second] <= LATE * mean[first] or not is_usual(first, second):
+        if cost[first] - cost[second] <= LATE * mean[first] or not is_usually_late(first, second):
             return f"no rank stands out: the other ranks wait {each(named)}"
         named = [first]
     if len(named) > 1:
         return f"the other ranks wait for {len(named)} ranks: {each(named)}"
     (rank,) = named
     most = max(where[rank], key=where[rank].__getitem__)
-    times = f"for more than {LATE:.0%} in {often(rank)} of {len(lengths[rank])} steps"
+    times = f"for more than {LATE:.0%} in {late_steps(rank)} of {len(lengths[rank])} steps"
     return f"{name(rank)} makes the other ranks wait {ms(rank)}, {times}; mostly in {most}"
 
 

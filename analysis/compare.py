@@ -146,7 +146,7 @@ def show(
         outcome, why = outcome_of(comparison, fail_on)
         reason = f" ({why})" if why else ""
         notes.append(f"--fail-on {','.join(fail_on)}: {outcome}{reason}")
-    heads = [f"# {clean(line, 500)}" for line in above(comparison)]
+    heads = [f"# {clean(line, 500)}" for line in lines_above(comparison)]
     ends = [f"# {clean(line, 500)}" for line in notes]
     return "\n".join([*heads, "", *table, "", *ends])
 
@@ -171,10 +171,10 @@ def table_of(
 
 def notes_of(comparison: Comparison, is_like_with_like: bool = False) -> list[str]:
     """The conclusions, which are printed below the table."""
-    return notes_like_with_like(comparison) if is_like_with_like else below(comparison)
+    return notes_like_with_like(comparison) if is_like_with_like else lines_below(comparison)
 
 
-def above(comparison: Comparison) -> list[str]:
+def lines_above(comparison: Comparison) -> list[str]:
     """The lines above the table: heading, warnings, and differences of the environment."""
     lines = [heading(comparison), estimator(comparison)]
     for warning in comparison.warnings:
@@ -248,7 +248,7 @@ def show_ratio(ratio: float | None) -> str:
     return f"{factor} slower" if ratio > 1 else f"{factor} faster"
 
 
-def below(comparison: Comparison) -> list[str]:
+def lines_below(comparison: Comparison) -> list[str]:
     """The lines below the table: verdicts, reasons, and the number of runs that may decide."""
     cases = comparison.cases
     lines = [count_verdicts(cases)]

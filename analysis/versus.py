@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from analysis import show
-from analysis.compare import above, cells, notes_of, table_of, two_sides
+from analysis.compare import cells, lines_above, notes_of, table_of, two_sides
 from analysis.evidence import load_text
 from analysis.figures import all_rounds, all_runs
 from analysis.load import Run, arrange, copies
@@ -60,7 +60,7 @@ class Versus:
         """The section about this comparison."""
         comparison = self.comparison
         headline, *notes = notes_of(comparison, self.is_like_with_like)
-        headings = above(comparison)[:2]
+        headings = lines_above(comparison)[:2]
         hardware = [entry.field for entry in comparison.environment if entry.hardware]
         if not comparison.environment:
             notes.append("The environments of the two sides do not differ.")
