@@ -275,7 +275,7 @@ ROWS = [
     Row("refused trainers without GPU", 3, f"{PS} --ncudatrainer 1 --nserver 1", (1, 2),
         ("torch sees no CUDA device",), variables={"CUDALAB_DEVICES": "0"}),
     Row("refused channels", 2, f"{RPC} --device cpu --rpc-channels cuda_ipc", (1, 2),
-        ("for CUDA alone",)),
+        ("requires CUDA, but all ranks",)),
     Row("refused ring", 2, f"{PAR} {SHORT} --mesh cp2:ring --device cpu", (1, 2),
         ("ring attention needs CUDA",)),
     Row("refused tf32", 2, f"{DDP} --dtype tf32 --device cpu", (1, 2), ("tf32",)),
