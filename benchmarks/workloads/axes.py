@@ -1,6 +1,7 @@
-"""How a decoder is wrapped for each axis of a mesh, and its training step: parallel_sweep, traffic.
+"""A decoder under each axis of a mesh, and its training step. For parallel_sweep.py and traffic.py.
 
-One function an axis, in torch's public API. Copy those that you need.
+One function per axis, in torch's public API; copy those that you need. `parallelize` and `train`
+show in which order the axes are applied.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,17 +27,17 @@ from benchmarks.workloads.decoder import DTYPES, Decoder, Experts, next_token_lo
 from benchmarks.workloads.meshes import SCHEDULES, Key, Mesh, config_of, parse_mesh, stages_of
 from common.groups import Job
 
-Losses = list[Tensor]  # of each microbatch; empty on a rank without the last stage
+Losses = list[Tensor]  # by microbatch; empty on a rank without the last stage
 
 
 def data_parallelize(model: Decoder, dp: DeviceMesh, reshard_after_forward: bool) -> None:
-    """FSDP2: each block is a unit. With a 2-D mesh this is HSDP."""
+    """FSDP2 with each block as a unit; with a 2-D mesh, HSDP."""
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=dp, reshard_after_forward=reshard_after_forward)
 
 
 def replicate(model: Decoder, dp: DeviceMesh) -> DistributedDataParallel:
-    """DDP: every rank has all weights."""
+    """DDP: every rank holds all weights."""
     ddp = DistributedDataParallel(model, process_group=dp.get_group())
     if dist.get_backend(dp.get_group()) == "fake":  # DDP cannot use the futures of this backend
         ddp.register_comm_hook(dp.get_group(), reduce_at_once)
@@ -44,7 +45,7 @@ def replicate(model: Decoder, dp: DeviceMesh) -> DistributedDataParallel:
 
 
 def reduce_at_once(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """A hook of DDP: reduce a bucket of gradients, and have finished."""
+    """A DDP communication hook that returns a completed future."""
     dist.all_reduce(bucket.buffer(), group=group)
     reduced: Future[Tensor] = Future()
     reduced.set_result(bucket.buffer())
@@ -52,7 +53,7 @@ def reduce_at_once(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[
 
 
 def tensor_parallelize(model: Decoder, mesh: DeviceMesh) -> None:
-    """Split heads, hidden units and words. In between each rank has a part of the sequence."""
+    """Shard heads, hidden units and the vocabulary; in between, shard the sequence."""
     part, full = Shard(1), Replicate()
     plan = {
         "tokens": tp.RowwiseParallel(input_layouts=full, output_layouts=part),
@@ -67,18 +68,18 @@ def tensor_parallelize(model: Decoder, mesh: DeviceMesh) -> None:
         "blocks.*.mlp.up": tp.ColwiseParallel(),
         "blocks.*.mlp.down": tp.RowwiseParallel(output_layouts=part),
         "norm": tp.SequenceParallel(),
-        # each rank gets the logits of its words
+        # each rank computes the logits of its part of the vocabulary
         "head": tp.ColwiseParallel(input_layouts=part, use_local_output=False),
     }
     tp.parallelize_module(model, mesh, plan)
 
 
 def context_parallelize(model: Decoder, cp: DeviceMesh) -> None:
-    """Each rank has a part of every sequence, and gathers the keys and values of all parts."""
+    """Shard every sequence. Each rank gathers the keys and values of all shards."""
     positions = torch.arange(model.config.context, device=cp.device_type)
     my_positions = positions.chunk(cp.size())[cp.get_local_rank()]
     visible = my_positions[:, None] >= positions
-    for buffer in model.buffers():  # the rotation and the expert of each position
+    for buffer in model.buffers():  # rotary angles and experts, by position
         buffer.data = buffer[my_positions]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,10 +94,8 @@ def context_parallelize(model: Decoder, cp: DeviceMesh) -> None:
 def ring_attention(
     model: nn.Module, cp: DeviceMesh, texts: Sequence[Tensor]
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """A context for each step, in which torch's context_parallel cuts what has positions.
-
-    These are the texts [batch, sequence] and the model's buffers [sequence, ...].
-    """
+    """A context for each step, in which torch's context_parallel shards all tensors with positions:
+    the texts [batch, sequence] and the model's buffers [sequence, ...]."""
     buffers = list(model.buffers())
     dims = [1] * len(texts) + [0] * len(buffers)
     attend = F.scaled_dot_product_attention
@@ -106,24 +105,24 @@ def ring_attention(
         try:
             with context_parallel(cp, buffers=[*texts, *buffers], buffer_seq_dims=dims):
                 yield
-        finally:  # torch 2.11 leaves its own in place after an error
+        finally:  # after an error, torch 2.11 does not restore it
             F.scaled_dot_product_attention = attend
 
     return cut_texts
 
 
 def expert_parallelize(model: Decoder, ep: DeviceMesh, same_experts: DeviceMesh) -> None:
-    """Each rank keeps a part of the experts. Tokens go to their expert by all-to-all, and back.
+    """Shard the experts. Tokens reach their expert by all-to-all, and so do the results.
 
-    All ranks must have equally many tokens for an expert. same_experts: the ranks that keep the
-    same experts as this one.
+    All ranks must have the same number of tokens for an expert. same_experts: the ranks that hold
+    the same experts as this rank.
     """
     [moe] = [module for module in model.modules() if isinstance(module, Experts)]
     ranks, place, group = ep.size(), ep.get_local_rank(), ep.get_group()
     count = moe.count // ranks
     moe.mlps = moe.mlps[place * count : (place + 1) * count]
     fully_shard([*moe.mlps], mesh=same_experts)
-    # its gradient goes back the same way. Private; seen to work with torch 2.11, 2.14 and 2.15
+    # with autograd. Private; seen to work with torch 2.11, 2.14 and 2.15
     exchange = all_to_all_single_autograd
     compute_local = moe.compute
 
@@ -132,7 +131,7 @@ def expert_parallelize(model: Decoder, ep: DeviceMesh, same_experts: DeviceMesh)
         sent = counts_by_rank.sum(1).tolist()
         received = [sent[place]] * ranks
         local = exchange(tokens, received, sent, group)
-        local = local.unflatten(0, (ranks, -1))  # [from which rank, token, width]
+        local = local.unflatten(0, (ranks, -1))  # [source rank, token, width]
         results = compute_local(local, counts_by_rank[place])
         return exchange(results.flatten(0, 1), sent, received, group)
 
@@ -140,7 +139,8 @@ def expert_parallelize(model: Decoder, ep: DeviceMesh, same_experts: DeviceMesh)
 
 
 def cut(model: Decoder, stage: int, stages: int) -> None:
-    """Leave one stage of a pipeline: its blocks; tokens in the first, norm and head in the last."""
+    """Reduce the model to one pipeline stage: some of the blocks, the embedding in the first stage,
+    norm and head in the last."""
     count = len(model.blocks) // stages
     model.blocks = model.blocks[stage * count : (stage + 1) * count]
     if stage > 0:
@@ -157,9 +157,9 @@ def pipeline(
     tokens: Tensor,
     loss_of: Any,
 ) -> Any:
-    """The schedule of this rank's stages. models: by stage. tokens: of all microbatches."""
+    """The schedule of this rank's stages. models: by stage number. tokens: of all microbatches."""
     first = next(iter(models.values()))
-    # torch can find out the shapes between stages by itself, but not over a fake group
+    # torch can infer the shapes between stages, but not over a fake group
     text = tokens.chunk(microbatches)[0].to("meta")
     dtype = next(first.parameters()).dtype
     empty = partial(text.new_empty, dtype=dtype, requires_grad=True)
@@ -182,13 +182,13 @@ def pipeline(
     return schedule(stages if stages_on_rank > 1 else stages[0], microbatches, loss_of)
 
 
-# -- how the axes go together ----------------------------------------------------------------------
+# -- all axes together -----------------------------------------------------------------------------
 
 
 class Trainer(NamedTuple):
-    """What a rank trains, and how."""
+    """The model of a rank, its optimizer and its training step."""
 
-    model: nn.Module  # the rank's stages
+    model: nn.Module  # all stages of the rank
     optimizer: torch.optim.Optimizer
     step: Callable[[], Losses]
 
@@ -222,7 +222,7 @@ def train(
         loss_parallel = tp.loss_parallel() if mesh.tp > 1 else nullcontext()
         with loss_parallel, in_ring():
             losses = forward_backward()
-        for weight in experts:  # a sum over tokens of all ep; FSDP has averaged over the others
+        for weight in experts:  # FSDP averages over same_experts; average over ep as well
             weight.grad /= mesh.ep
         optimizer.step()
         return losses
@@ -231,11 +231,11 @@ def train(
 
 
 def create(key: Key, device: torch.device) -> Decoder:
-    """The same model on every rank and in every mesh."""
+    """A model that is equal on every rank and in every mesh."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(config_of(key))
-    for weight in model.parameters():  # not the buffers: the angles of positions stay precise
+    for weight in model.parameters():  # not the buffers: the rotary angles stay in float32
         weight.data = weight.data.to(DTYPES[key["dtype"]])
     return model
 
@@ -249,23 +249,23 @@ def parallelize(model: Decoder, stage: int, mesh: Mesh, axes: dict[str, DeviceMe
     if mesh.ep > 1:
         expert_parallelize(model, axes["ep"], axes["same_experts"])
     cut(model, stage, mesh.stages)
-    # data parallelism comes last: it shards what the other axes have left
+    # data parallelism comes last: it shards what remains after the other axes
     if mesh.data == 1:
         return model
     if mesh.ddp:
         return replicate(model, axes["dp"])
-    # a pipeline keeps the gathered weights for its next microbatch
+    # a pipeline keeps the gathered weights for the next microbatch
     data_parallelize(model, axes["dp"], reshard_after_forward=mesh.pp == 1)
     return model
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter of this name belongs to an expert."""
+    """Whether the parameter belongs to an expert."""
     return ".mlps." in name
 
 
 def local_texts(key: Key, mesh: Mesh, place: dict[str, int], device: torch.device) -> list[Tensor]:
-    """This rank's tokens and targets. Ring attention cuts the sequences by itself."""
+    """This rank's tokens and targets. Ring attention itself shards the sequences."""
     row = place["dp"] * mesh.ep + place["ep"]
     texts = []
     for text in random_text(config_of(key), key["global_batch"], seed=0):
@@ -277,7 +277,7 @@ def local_texts(key: Key, mesh: Mesh, place: dict[str, int], device: torch.devic
 
 
 def local_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss; a plain tensor also where the words of the logits are split."""
+    """The loss as a plain tensor, also if the logits are sharded by vocabulary."""
     loss = next_token_loss(logits, targets)
     return loss.to_local() if isinstance(loss, DTensor) else loss
 

@@ -1,12 +1,13 @@
 """A decoder-only transformer in plain torch: the language model of the training benchmarks.
 
-It has RMSNorm and rotary positions, no biases and no dropout. Parallelism is applied from outside:
+It uses RMSNorm and rotary position embeddings, and neither biases nor dropout. axes.py applies
+parallelism from outside:
 
-    tensor, sequence   to attention.{q,k,v,o}, mlp.{up,down} and the norms. Attention finds out from
-                       the width of q, k and v how many heads this rank has
+    tensor, sequence   attention.{q,k,v,o}, mlp.{up,down} and the norms are sharded; attention
+                       infers the number of local heads from the width of q, k and v
     pipeline           model.blocks = model.blocks[2:4]; tokens, norm, head become nn.Identity()
-    context            attention.attend is replaced; model.rotation is cut to the rank's positions
-    expert             each rank keeps a part of the middle block's experts; Experts.compute is
+    context            attention.attend is replaced; model.rotation keeps the rank's positions
+    expert             each rank keeps some of the middle block's experts; Experts.compute is
                        replaced
 """
 
@@ -21,29 +22,31 @@ from torch import Tensor, nn
 class DecoderConfig:
     layers: int
     heads: int
-    width: int  # of the residual stream. A head has width / heads of it, an even number
+    width: int  # of the residual stream; the width of a head, width / heads, must be even
     vocab: int
-    context: int  # the longest sequence, in tokens
-    experts: int = 0  # in place of the middle block's MLP; 0 for the MLP
+    context: int  # maximum sequence length in tokens
+    experts: int = 0  # number of experts that replace the middle block's MLP; 0 keeps the MLP
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of weights
-# The large ones have the layers, widths and number of parameters of GPT-2 small and GPT-3 XL. They
-# have half of GPT-2's vocabulary. Their head has weights of its own, which pipeline stages need.
+# decoder-124m and -1.3b have the layers, widths and parameter counts of GPT-2 small and GPT-3 XL,
+# with half of GPT-2's vocabulary and a head that is not tied to the embedding, because pipeline
+# stages cannot share weights.
 DECODERS = {
     "decoder-nano": DecoderConfig(layers=4, heads=8, width=64, vocab=256, context=64),
     "decoder-tiny": DecoderConfig(layers=8, heads=8, width=64, vocab=256, context=128),
     "decoder-10m": DecoderConfig(layers=8, heads=8, width=320, vocab=256, context=256),
     "decoder-124m": DecoderConfig(layers=12, heads=12, width=768, vocab=25600, context=1024),
     "decoder-1.3b": DecoderConfig(layers=24, heads=16, width=2048, vocab=25600, context=2048),
-    # layers, heads, widths and words of Llama 2 7B and 70B: with these MLPs 6.7 and 65 B parameters
+    # layers, heads, widths and vocabulary of Llama 2 7B and 70B; with these MLPs they have 6.7 and
+    # 65 billion parameters
     "decoder-7b": DecoderConfig(layers=32, heads=32, width=4096, vocab=32000, context=4096),
     "decoder-70b": DecoderConfig(layers=80, heads=64, width=8192, vocab=32000, context=4096),
 }
 
 
 class Attention(nn.Module):
-    """Each token attends to itself and to those before it. [batch, sequence, width]."""
+    """Causal self-attention. [batch, sequence, width] -> the same."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, sequence, width] -> [batch, heads of this rank, sequence, head width]."""
+        """[batch, sequence, width] -> [batch, local heads, sequence, head width]."""
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,20 +85,20 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """An MLP for each token, which follows from its position: [batch, sequence, width] -> the same.
+    """MLPs to which tokens are routed by position. [batch, sequence, width] -> the same.
 
-    Each position has drawn its expert, the k-th one with 1/k of the first one's probability. So the
-    experts have different loads, which are the same however the model is split.
+    The expert of each position is drawn once; the k-th expert has 1/k of the probability of the
+    first. The experts therefore have different loads, which do not depend on the mesh.
     """
 
-    expert: Tensor  # of each position, [context]
+    expert: Tensor  # by position, [context]
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.count = config.experts
         self.mlps = nn.ModuleList(MLP(config.width) for _ in range(self.count))
         popularity = 1 / torch.arange(1, self.count + 1, device="cpu")  # Zipf
-        # drawn on the CPU with a seed: it is the same on every device, and with weights or without
+        # drawn on the CPU from a fixed seed, so that it is equal on all devices, meta included
         seed = torch.Generator().manual_seed(0)
         drawn = torch.multinomial(popularity, config.context, replacement=True, generator=seed)
         device = torch.get_default_device()
@@ -108,14 +111,14 @@ class Experts(nn.Module):
         return y[order.argsort()].view_as(x)
 
     def compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """tokens: [..., n, width], sorted by expert. counts: how many belong to each expert."""
+        """tokens: [..., n, width], sorted by expert. counts: number of tokens by expert."""
         parts = tokens.split(counts.tolist(), dim=-2)
         outputs = [mlp(part) for mlp, part in zip(self.mlps, parts, strict=True)]
         return torch.cat(outputs, dim=-2)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP. Each takes a normalised copy of the stream and is added to it."""
+    """Attention, then an MLP, each with pre-normalization and a residual connection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -156,7 +159,7 @@ class Decoder(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair of x [batch, heads, sequence, head width] by the angle of its position."""
+    """Rotate each pair of x [batch, heads, sequence, head width] by the angle of its position."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rotation[: x.shape[-2]].chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
@@ -168,17 +171,17 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def random_text(config: DecoderConfig, batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens, and for each the one that follows it: two of [batch, context], on the CPU."""
+    """Random tokens and their targets, the next tokens: two tensors [batch, context] on the CPU."""
     source = torch.Generator().manual_seed(seed)
     text = torch.randint(config.vocab, (batch_size, config.context + 1), generator=source)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def flops_per_token(config: DecoderConfig) -> int:
-    """FLOPs of forward and backward for a token of a text of `context` tokens.
+    """FLOPs of forward and backward per token, for sequences of `context` tokens.
 
     PaLM, arXiv 2204.02311, appendix B.
     """
-    # 6 for each weight of a matrix product. Attention counts in full, although causality halves it
+    # 6 per weight of a matrix product; attention counts in full, although it is causal
     weights = config.layers * 12 * config.width**2 + config.vocab * config.width
     return 6 * weights + 12 * config.layers * config.width * config.context

@@ -1,4 +1,4 @@
-"""Meshes of ranks for training: their names, whether a case fits one, their process groups."""
+"""Meshes of ranks for training: parsing of names, validation of cases, process groups."""
 
 import math
 import re
@@ -15,9 +15,9 @@ from common.environment import count_of
 from common.groups import Group, Job, connect, rendezvous
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
-AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, which talks most
-# The class in torch.distributed.pipelining, and the number of stages on a rank. That module takes
-# seconds to import, and --help does not wait for it.
+AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first; the innermost communicates most
+# A class of torch.distributed.pipelining and the number of stages per rank. The module is slow to
+# import, and --help must not wait for it.
 SCHEDULES: dict[str, tuple[str, int]] = {
     "gpipe": ("ScheduleGPipe", 1),
     "1f1b": ("Schedule1F1B", 1),
@@ -30,7 +30,7 @@ EXPERTS = 8
 
 @dataclass(frozen=True)
 class Mesh:
-    """A product of axes. `parse_mesh` makes it from its name."""
+    """A product of axes; see `parse_mesh`."""
 
     name: str
     pp: int = 1  # ranks on each axis
@@ -38,34 +38,34 @@ class Mesh:
     cp: int = 1
     ep: int = 1
     tp: int = 1
-    replicas: int = 1  # HSDP's: dp is this many replicas of dp / replicas shards
+    replicas: int = 1  # of HSDP, each with dp / replicas shards
     schedule: str = ""  # of the pipeline, one of SCHEDULES
-    ring: bool = False  # cp by torch's context_parallel
-    ddp: bool = False  # dp by DistributedDataParallel
+    ring: bool = False  # cp uses torch's context_parallel
+    ddp: bool = False  # dp uses DistributedDataParallel
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The ranks on each axis, in the order of AXES."""
+        """Number of ranks on each axis, in the order of AXES."""
         return self.pp, self.dp, self.cp, self.ep, self.tp
 
     @property
     def data(self) -> int:
-        """The number of ranks that have the same weights, and so share gradients."""
+        """Number of ranks that hold the same weights and average their gradients."""
         return self.dp * self.cp * self.ep
 
     @property
     def stages(self) -> int:
-        """Of the pipeline; 1 without one."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return self.pp * SCHEDULES[self.schedule][1] if self.pp > 1 else 1
 
     @property
     def axes(self) -> list[str]:
-        """The axes that communicate. dp does also where only cp or ep share weights."""
+        """The axes that communicate. dp is one of them if only cp or ep share weights."""
         ranks = dict(zip(AXES, self.shape, strict=True)) | {"dp": self.data}
         return [axis for axis in AXES if ranks[axis] > 1]
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """The place of a rank on each axis."""
+        """The coordinate of a rank on each axis."""
         places = [int(place) for place in np.unravel_index(rank, self.shape)]
         return dict(zip(AXES, places, strict=True))
 
@@ -76,12 +76,15 @@ FACTOR = re.compile(r"([a-z]p)(\d+)(?:x(\d+))?")  # `dp2x4`: the axis, its ranks
 
 @cache
 def parse_mesh(name: str) -> Mesh:
-    """`dp2tp2`, `dp2x4`, `pp4:1f1b` or `cp4:ring`: the ranks of each axis, then the way."""
-    product, _, way = name.partition(":")
+    """Parse the ranks of each axis, and a schedule or `ring`: dp2tp2, dp2x4, pp4:1f1b, cp4:ring.
+
+    Raises argparse.ArgumentTypeError for any other name.
+    """
+    product, _, suffix = name.partition(":")
     factors = FACTOR.findall(product)
     different_axes = {axis for axis, _, _ in factors}
     if not PRODUCT.fullmatch(product) or len(different_axes) < len(factors):
-        wrong("a mesh", repr(name), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b; ddp8 by itself")
+        wrong("a mesh", repr(name), "e.g. dp8, dp2x4, ddp8, dp4tp2, dp2pp4:1f1b")
     fields: dict[str, Any] = {"ddp": product.startswith("ddp")}
     for axis, count, shards in factors:
         fields[axis] = int(count)
@@ -89,23 +92,24 @@ def parse_mesh(name: str) -> Mesh:
             fields["replicas"] = int(count)
             fields[axis] *= int(shards)
     if fields.get("pp", 1) > 1:
-        fields["schedule"] = way
-        known_way = way in SCHEDULES
+        fields["schedule"] = suffix
+        is_known = suffix in SCHEDULES
     else:
-        fields["ring"] = way == "ring" and fields.get("cp", 1) > 1
-        known_way = way == "" or fields["ring"]
-    if not known_way:
+        fields["ring"] = suffix == "ring" and fields.get("cp", 1) > 1
+        is_known = suffix == "" or fields["ring"]
+    if not is_known:
         names = ", ".join(SCHEDULES)
         wrong(f"{names} after a pipeline", repr(name), "e.g. pp4:1f1b or cp4:ring")
     return Mesh(name, **fields)
 
 
 def misfit(key: Key) -> str | None:
-    """Which number of a case does not fit its mesh, or None."""
+    """Why a case cannot run on its mesh; None if it can."""
     mesh, config, ranks = parse_mesh(key["mesh"]), config_of(key), key["world_size"]
     size = math.prod(mesh.shape)
     if size != ranks:
-        return f"mesh {mesh.name} has {count_of(size, 'rank')}, this job {ranks}; e.g. dp{ranks}"
+        product = f"mesh {mesh.name} has {count_of(size, 'rank')}"
+        return f"{product}, but the job has {ranks}; e.g. dp{ranks}"
     rows = mesh.dp * mesh.ep * key["microbatches"]
     divisions = (
         ("tp", mesh.tp, config.heads, "heads"),
@@ -116,43 +120,47 @@ def misfit(key: Key) -> str | None:
     )
     for name, divisor, number, what in divisions:
         if number % divisor:
-            fitting = f"; e.g. {what} {number + -number % divisor}" if what[:2] == "--" else ""
-            wrong = f"{name} = {divisor} does not divide {number}, {what}{fitting}"
-            return f"mesh {mesh.name}: {wrong}"
+            problem = f"not divisible by {name} = {divisor}"
+            if not what.startswith("--"):
+                return f"mesh {mesh.name}: {number} {what} are {problem}"
+            example = f"e.g. {what} {number + -number % divisor}"
+            return f"mesh {mesh.name}: {what} {number} is {problem}; {example}"
     if key["experts"] and mesh.tp > 1:
-        return f"mesh {mesh.name}: tp does not split experts; run it apart from ep"
+        return f"mesh {mesh.name}: tp does not shard experts; measure it without ep in the same run"
     if mesh.ring and key["device"] != "cuda":
         return f"mesh {mesh.name}: ring attention needs CUDA; try cp{mesh.cp} without :ring"
     if mesh.pp > 1 and key["device"] == "cuda" and key["backend"] == "gloo":
         return f"mesh {mesh.name}: gloo sends no CUDA tensors between stages; e.g. dp{ranks}"
-    return wrong_microbatches(mesh, key["microbatches"]) if mesh.pp > 1 else None
+    return invalid_microbatches(mesh, key["microbatches"]) if mesh.pp > 1 else None
 
 
-def wrong_microbatches(mesh: Mesh, count: int) -> str | None:
-    """Why a pipeline cannot take so many microbatches, as its schedule would say, or None."""
+def invalid_microbatches(mesh: Mesh, count: int) -> str | None:
+    """Why the schedule of a pipeline does not support this number of microbatches; None if it
+    does."""
     if mesh.schedule in ("1f1b", "zbv") and count < mesh.stages:
-        stages = f"{mesh.schedule} has {mesh.stages} stages and needs as many microbatches"
-        return f"mesh {mesh.name}: {stages}, got {count}; e.g. --microbatches {mesh.stages}"
-    rounds = max(1, count // mesh.pp)  # as torch splits them
+        required = f"{mesh.schedule} with {mesh.stages} stages requires {mesh.stages} microbatches"
+        example = f"e.g. --microbatches {mesh.stages}"
+        return f"mesh {mesh.name}: {required} or more, got {count}; {example}"
+    rounds = max(1, count // mesh.pp)  # as in torch
     if mesh.schedule in ("interleaved", "izb") and count % rounds:
-        equal = f"{mesh.schedule} needs microbatches that {rounds} rounds share equally"
-        return f"mesh {mesh.name}: {equal}, got {count}; e.g. --microbatches {2 * mesh.pp}"
+        required = f"{mesh.schedule} requires a number of microbatches divisible by {rounds} rounds"
+        return f"mesh {mesh.name}: {required}, got {count}; e.g. --microbatches {2 * mesh.pp}"
     return None
 
 
 def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[str, DeviceMesh]:
-    """A DeviceMesh for each axis. Collectives of the `silent` axes return at once.
+    """A DeviceMesh for each axis. Collectives of the `silent` axes return at once (backend `fake`).
 
-    dp has the ranks of cp and ep as well, and is 2-D for HSDP. `same_experts` has those that keep
-    the same experts.
+    dp includes the ranks of cp and ep, and is 2-D for HSDP. `same_experts` consists of the ranks
+    that hold the same experts.
     """
     talking = set(mesh.axes).difference(silent)
     if "dp" in talking:
         talking |= {"replicas", "same_experts"}
-    # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
-    # names for one: without names of its own a twin would talk over the real groups
+    # DTensor caches by the ranks and dimension names of a mesh. With the names of the real mesh, a
+    # twin would therefore communicate over the real groups
     suffix = f" of {mesh.name}, fake {'+'.join(silent) or 'none'}"
-    if job.backend == "fake":  # traffic.py plays one rank after the other in one process
+    if job.backend == "fake":  # traffic.py simulates one rank after the other in one process
         suffix += f", as rank {job.rank}"
     opened: dict[str, DeviceMesh] = {}
     for sizes in layouts(mesh):
@@ -168,9 +176,9 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
             backend_override=backends,
         )
         process_groups = device_mesh.get_all_groups()
-        group.more.extend(process_groups)  # all of them: a rank that fails closes what it has
+        group.more.extend(process_groups)  # first of all, so that a rank that fails closes them
         for process_group in process_groups:
-            rendezvous(group)  # NCCL makes a communicator only in the first collective
+            rendezvous(group)  # NCCL creates the communicator in the first collective
             connect(process_group, job)
         forget_groups(device_mesh)
         for axis in sizes:
@@ -181,15 +189,15 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Let go of a mesh's process groups. DTensor's caches keep every mesh for ever, and a mesh
+    """Drop a mesh's references to its process groups. DTensor's caches never release a mesh, which
     keeps its groups for torch.compile. Private; seen to work with torch 2.11, 2.14 and 2.15."""
     mesh._pg_registry.clear()
 
 
 def layouts(mesh: Mesh) -> list[dict[str, int]]:
-    """The sizes of the device meshes that hold all axes. Each is a product over all ranks.
+    """The dimensions of the device meshes that contain all axes; each mesh spans all ranks.
 
-    cp and ep have meshes of their own, because their ranks are ranks of dp as well.
+    cp and ep need separate meshes, because their ranks are also ranks of dp.
     """
     shards = mesh.data // mesh.replicas
     meshes = [{"pp": mesh.pp, "replicas": mesh.replicas, "dp": shards, "tp": mesh.tp}]
@@ -201,7 +209,7 @@ def layouts(mesh: Mesh) -> list[dict[str, int]]:
 
 
 def default_meshes(ranks: int) -> list[str]:
-    """dp, tp, both, and a pipeline, on so many ranks; tp and pp over at most 4 of them."""
+    """dp, tp, both combined, and a pipeline over all ranks; tp and pp span at most 4 ranks."""
     names = [f"dp{ranks}"]
     most = math.gcd(ranks, 4)
     if most == 1:
@@ -215,13 +223,14 @@ def default_meshes(ranks: int) -> list[str]:
 
 
 def stages_of(mesh: "Mesh", place: int) -> list[int]:
-    """The pipeline stages of the rank at this place of pp."""
+    """The pipeline stages of a rank. place: its coordinate on the axis pp."""
     if mesh.stages == mesh.pp:
         return [place]
-    if mesh.schedule == "zbv":  # the second stages lie on the ranks in reverse order: a V
+    if mesh.schedule == "zbv":  # the second stages are assigned in reverse order, like a V
         return [place, mesh.stages - 1 - place]
     return [place, place + mesh.pp]
 
 
 def config_of(key: Key) -> Any:
+    """The DecoderConfig of a case."""
     return replace(DECODERS[key["model"]], context=key["sequence_length"], experts=key["experts"])

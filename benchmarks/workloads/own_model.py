@@ -1,20 +1,20 @@
-"""One's own model, by `--model package.module:function`. For ddp_sweep.py and compile_sweep.py.
+"""User-defined models: --model package.module:function of ddp_sweep.py and compile_sweep.py.
 
     def function(device: torch.device, batch: int = 16):
         return model, inputs, loss
 
-model: an nn.Module on the device. inputs: the batch of a rank, a tuple of positional arguments or a
-dict of keyword arguments of the forward pass; tensors may be nested in tuples, lists and dicts.
-loss: a function from the model's output, which may be any object, to a scalar.
+model: an nn.Module on the device. inputs: the batch of a rank, either a tuple of positional
+arguments or a dict of keyword arguments of the forward pass; tensors may be nested in tuples, lists
+and dicts. loss: a function from the model's output, which may be any object, to a scalar.
 
-Or the function returns a dict: model, loss, args (a tuple) or kwargs (a dict) or both, and if
-wanted
+Alternatively the function returns a dict with the keys model, loss, and args (a tuple) or kwargs (a
+dict) or both. Two more keys are optional:
 
-    optimizer       a function from parameters to a torch.optim.Optimizer, instead of SGD
-    fsdp_units      a list of the model's modules that FSDP shards as units
+    optimizer       a function from parameters to a torch.optim.Optimizer; the default is SGD
+    fsdp_units      a list of modules of the model that FSDP shards as units
 
-`package.module:function?batch=16&rope=true` passes keyword arguments: ints, floats, true or false,
-or strings.
+`package.module:function?batch=16&rope=true` passes keyword arguments: integers, floats, true or
+false, or strings.
 """
 
 import importlib
@@ -39,10 +39,10 @@ from common.groups import gather, share
 
 Loss = Callable[[Any], Tensor]
 Optimize = Callable[[Any], torch.optim.Optimizer]
-FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "fsdp_units")  # of a dict
-TOKENS = "input_ids"  # the argument whose elements are tokens, as transformers calls it
-# Settings of the process that the function must not change for the models that follow: the word
-# for it, how to read it, how to set it. A default device of "cpu" is torch's own: none is set.
+FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "fsdp_units")  # of a returned dict
+TOKENS = "input_ids"  # name of the argument whose elements are tokens, as in transformers
+# Settings of the process that are restored after the function returns, because they would affect
+# other models: name, getter, setter. The default device "cpu" means that none is set.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -55,11 +55,11 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 class Refused(ValueError):
-    """Why a model cannot be measured, in one line."""
+    """A user-defined model cannot be measured; the message is one line."""
 
 
 class OwnModel(NamedTuple):
-    """What the user's function has returned."""
+    """The return value of the user's function."""
 
     model: nn.Module
     args: tuple[Any, ...]  # of the forward pass
@@ -69,17 +69,17 @@ class OwnModel(NamedTuple):
     fsdp_units: list[nn.Module] | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Those of the batch, in the order of the arguments."""
+        """The tensors of the batch, in the order of the arguments."""
         return [leaf for _, leaf in leaves_of([*self.args, self.kwargs])]
 
     def tokens(self) -> int:
-        """The number of tokens of the batch; 0 if no argument is called input_ids."""
+        """Number of tokens in the batch; 0 if no argument is named input_ids."""
         named = leaves_of([*self.args, self.kwargs])
         return sum(tensor.numel() for name, tensor in named if name == TOKENS)
 
 
 def leaves_of(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors in nested tuples, lists and dicts, each with the key of the innermost dict."""
+    """The tensors in nested tuples, lists and dicts, each with its key in the innermost dict."""
     if isinstance(value, Tensor):
         return [(name, value)]
     if isinstance(value, Mapping):
@@ -90,22 +90,23 @@ def leaves_of(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 
 class Trial(NamedTuple):
-    """What a rank found out about a model."""
+    """Properties of a model that a trial run on a rank has determined."""
 
-    samples: int | None  # of a batch: the first size of the first tensor; None if unknown
-    changes: list[str]  # of the process, by the function or its module; a line each
-    units: int | None = None  # number of fsdp_units; None if the function names none
-    tokens: int = 0  # of a batch; 0 if unknown
+    samples: int | None  # batch size: the first dimension of the first tensor; None if unknown
+    changes: list[str]  # settings of the process that the function changed, one line each
+    units: int | None = None  # number of fsdp_units; None if the function returns none
+    tokens: int = 0  # in a batch; 0 if unknown
 
 
 def is_own(name: str) -> bool:
+    """Whether --model names a user-defined model."""
     return ":" in name
 
 
 def parameters_of(name: str) -> tuple[str, str, dict[str, Any]]:
     """`package.module:function?batch=16` -> package.module, function, {"batch": 16}.
 
-    Raises Refused if it has another form.
+    Raises Refused for a name of any other form.
     """
     path, _, query = name.partition("?")
     module_name, _, function_name = path.partition(":")
@@ -131,10 +132,10 @@ def value_of(text: str) -> int | float | bool | str:
 
 
 def make_own(name: str, device: torch.device, changes: list[str] | None = None) -> OwnModel:
-    """What the user's function returns. The working folder is on the path.
+    """Call the user's function. The working directory is put on sys.path.
 
-    changes: gets a line for each setting of the process that the function has changed. Raises
-    ValueError if there is no such function, or if it returns something else.
+    changes: receives a line for each setting of the process that the function has changed. Raises
+    ValueError if there is no such function or if its return value has another form.
     """
     module_name, function_name, parameters = parameters_of(name)
     if os.getcwd() not in sys.path:
@@ -159,20 +160,22 @@ def make_own(name: str, device: torch.device, changes: list[str] | None = None) 
 
 
 def refuse_unknown(name: str, function: Callable[..., Any], parameters: dict[str, Any]) -> None:
-    """Raises Refused if the function has no such parameters."""
+    """Raise Refused if the function does not accept these parameters."""
     known = inspect.signature(function).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for parameter in parameters:
         if parameter not in known:
-            names = cut([*known][1:]) or "none"  # the first one is the device
+            names = cut([*known][1:]) or "none"  # the first parameter is the device
             near = suggest(parameter, known)
             raise Refused(f"{name}: expected parameters {names}, got {parameter!r}{near}")
 
 
 def own_of(name: str, returned: Any) -> OwnModel:
-    """The model that a function has returned, as a tuple or as a dict. Raises Refused for anything
-    else."""
+    """The model that a function has returned, as a tuple or as a dict.
+
+    Raises Refused for any other return value.
+    """
     kinds = type(returned).__name__
     form = "expected a module, a batch (a tuple or a dict with tensors), a function"
     if isinstance(returned, tuple) and len(returned) == 3:
@@ -207,11 +210,11 @@ def own_of(name: str, returned: Any) -> OwnModel:
 
 @contextmanager
 def contained(name: str, changes: list[str]) -> Iterator[None]:
-    """Run the user's code: it ends neither the process nor what other models are measured with.
+    """Isolate the user's code, so that it can neither end the process nor affect other models.
 
-    SETTINGS are restored. A changed working directory and a changed sys.path stay, because the
-    model may need them. Each change becomes a line of `changes`. SystemExit and other exceptions
-    that are no Exception become a ValueError.
+    SETTINGS are restored. Changes of the working directory and of sys.path persist, because the
+    model may rely on them. Each change adds a line to `changes`. SystemExit, KeyboardInterrupt and
+    the like become a ValueError.
     """
     before = {word: read() for word, (read, _) in SETTINGS.items()}
     folder, path = os.getcwd(), list(sys.path)
@@ -225,18 +228,18 @@ def contained(name: str, changes: list[str]) -> Iterator[None]:
         for word, (read, set_it) in SETTINGS.items():
             if (now := read()) != before[word]:
                 set_it(before[word])
-                changes.append(f"the {word} from {before[word]} to {now}; it is restored")
+                changes.append(f"the {word} from {before[word]} to {now}; it was restored")
         if (now := os.getcwd()) != folder:
-            changes.append(f"the working directory from {folder} to {now}; it stays")
+            changes.append(f"the working directory from {folder} to {now}; this persists")
         if sys.path != path:
             new = [entry for entry in sys.path if entry not in path]
-            changes.append(f"sys.path ({cut(new) or 'fewer entries'}); it stays")
+            changes.append(f"sys.path ({cut(new) or 'fewer entries'}); this persists")
 
 
 def place_of(error: BaseException) -> str:
-    """` (my_model.py:12)`: the last line of the user's code before an error; "" if there is none.
+    """` (my_model.py:12)`: the innermost line of the user's code in a traceback, or "".
 
-    The user's code is what is neither this file nor a part of Python or an installed package.
+    The user's code is everything but this file, the standard library and installed packages.
     """
     installed = Path(sysconfig.get_path("stdlib"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -250,10 +253,10 @@ def place_of(error: BaseException) -> str:
 def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial:
     """Run the forward and backward passes once.
 
-    A model that does not fit into the GPU's memory is not refused: its cases fail with the reason,
-    and other models are measured. Raises ValueError as `make_own` does, for any other error of the
-    user's code, for a batch without samples, if the loss is no scalar, and for a parameter without
-    a gradient, unless `idle_allowed`.
+    A model that does not fit into GPU memory is accepted: its cases fail with that reason, and
+    other models are measured. Raises ValueError as `make_own` does, for any other error in the
+    user's code, for an empty batch, for a loss that is not a scalar, and, unless `idle_allowed`,
+    for a parameter that receives no gradient.
     """
     changes: list[str] = []
     samples, units, tokens = None, None, 0
@@ -286,19 +289,19 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
     idle = [path for path, weight in weights if weight.requires_grad and weight.grad is None]
     if idle and not idle_allowed:
         flag = "--find-unused-parameters"
-        raise Refused(f"{name}: {idle[0]} gets no gradient; try {flag}")
+        raise Refused(f"{name}: {idle[0]} receives no gradient; try {flag}")
     return Trial(samples, changes, units, tokens)
 
 
 def without_rate(optimizer: torch.optim.Optimizer) -> None:
-    """Set the learning rate to 0: a step costs the same, and the weights stay as they are.
+    """Set the learning rate to 0: a step takes the same time but leaves the weights unchanged.
 
     Raises ValueError if the optimizer has no learning rate.
     """
     for group in optimizer.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
-            rate.zero_()  # a captured graph or a compiled step reads it there
+            rate.zero_()  # in place: a captured graph or a compiled step reads this tensor
         elif isinstance(rate, (int, float)):
             group["lr"] = 0.0
         else:
@@ -306,17 +309,12 @@ def without_rate(optimizer: torch.optim.Optimizer) -> None:
             raise ValueError(f"expected an optimizer with a learning rate, got {kind} (lr {rate})")
 
 
-def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> int | None:
-    """The number of samples in a rank's batch of a user's model; see `try_on_all`."""
-    return try_on_all(bench, name, idle_allowed).samples
-
-
 def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
-    """What all ranks have found out about a user's model, which each tries once. `samples` is None
-    if no rank has the memory to make the model: then `build` must call `need_size`.
+    """Try a model on every rank and combine the results. All ranks call it.
 
-    All ranks call it. Ends the run if a rank refuses the model, or if the batch sizes differ. Rank
-    0 prints what the function has changed.
+    `samples` is None if the model fits into memory on no rank; `build` must then call `need_size`.
+    Ends the run if a rank refuses the model or if batch sizes differ. Rank 0 prints the settings
+    that the function has changed.
     """
     attempt = partial(try_own, name, bench.job.device, idle_allowed)
     trial = bench.prepare("--model", attempt)
@@ -334,14 +332,17 @@ def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
 
 
 def need_size(name: str, samples: int | None) -> None:
-    """Refuse a case whose batch size is unknown, once its model has been made nevertheless."""
+    """Raise ValueError if the batch size is unknown although the model now fits into memory."""
     if samples is None:
-        raise ValueError(f"{name} did not fit when its batch size was read; run it again")
+        problem = "did not fit into memory when its batch size was read"
+        raise ValueError(f"{name} {problem}; run it again")
 
 
 def uneven(name: str, samples: list[int | None]) -> str | None:
-    """Why these batch sizes, by rank, are refused: rates assume that all ranks have the same. None
-    stands for an unknown size."""
+    """Why these batch sizes, by rank, are refused, or None: rates require equal sizes on all ranks.
+
+    A size is None if it is unknown.
+    """
     known = {rank: count for rank, count in enumerate(samples) if count is not None}
     first = next(iter(known), 0)
     others = [rank for rank, count in known.items() if count != known[first]]

@@ -1,4 +1,4 @@
-"""Where the time within a step goes: stamps between its phases, durations by phase and worker."""
+"""Time within a step: timestamps between its phases, and durations by phase and worker."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,20 +23,18 @@ from common.stats import (
 )
 from common.table import Columns, metric
 
-Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
-Durations = dict[str, list[float]]  # the seconds of a step by phase
+Stamps = list[tuple[str, Any, Any]]  # phases of a step: name, start and end
+Durations = dict[str, list[float]]  # seconds of a step, by phase
 
 
 class Phases:
-    """Stamps within this worker's steps.
-
-    On the CPU they are perf_counter's. On CUDA they are events, which the steps do not wait for.
-    """
+    """Timestamps within the steps of this worker: perf_counter on the CPU, CUDA events on CUDA, for
+    which the steps do not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.step: Stamps = []  # the current step
-        self.count = 0  # how many steps have begun
+        self.step: Stamps = []  # of the current step
+        self.count = 0  # number of steps that have begun
 
     def now(self) -> Any:
         if self.device.type != "cuda":
@@ -45,22 +43,22 @@ class Phases:
         return torch.cuda.current_stream(self.device).record_event(event)
 
     def begin(self) -> None:
-        """A new step, and its first stamp."""
+        """Begin a new step."""
         self.step = []
         self.count += 1
         self.last = self.now()
 
     def mark(self, name: str) -> None:
-        """The phase since the last mark was `name`. A step may have several phases of one name."""
+        """Name the phase since the last mark. Several phases of a step may have the same name."""
         start, self.last = self.last, self.now()
         self.add(name, start, self.last)
 
     def add(self, name: str, start: Any, end: Any) -> None:
-        """A phase of the current step that may overlap with others. Any thread may call this."""
+        """Add a phase to the current step, which may overlap with other phases. Thread-safe."""
         self.step.append((name, start, end))
 
     def durations(self, steps: Sequence[Stamps]) -> list[Durations]:
-        """The seconds of each phase, step by step. steps: `self.step` at the end of each step."""
+        """Seconds of each phase, for every step. steps: `self.step` at the end of each step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return [durations_of(step) for step in steps]
@@ -75,7 +73,7 @@ def durations_of(step: Stamps) -> Durations:
 
 
 def pool(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """The durations of several steps or workers as those of one."""
+    """Merge the durations of several steps or workers."""
     pooled: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for phase, durations in part.items():
@@ -84,7 +82,7 @@ def pool(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float
 
 
 def summary(durations: Sequence[float]) -> dict[str, Any]:
-    """Count, times and variance of durations [n], n > 0. A single one has the sample variance 0."""
+    """Count, times and sample variance of durations [n], n > 0; the variance is 0 for n = 1."""
     x = np.asarray(durations)
     variance = float(x.var(ddof=1)) if len(x) > 1 else 0.0
     times = {"min_s": float(x.min()), "max_s": float(x.max()), "mean_s": float(x.mean())}
@@ -94,7 +92,7 @@ def summary(durations: Sequence[float]) -> dict[str, Any]:
 
 
 def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, Any]]:
-    """{worker: {phase: its summary}}, and the same over all workers under `all`."""
+    """{worker: {phase: summary}}, with an entry `all` for all workers together."""
     summarised = {}
     for worker, phases in {**workers, "all": pool(workers.values())}.items():
         summarised[worker] = {phase: summary(durations) for phase, durations in phases.items()}
@@ -104,12 +102,11 @@ def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str,
 def phase_table(
     role: str, cases: Sequence[Case], most: int | None = None
 ) -> tuple[Columns, list[Case], str]:
-    """A row for each case, phase and worker, and for all workers together.
+    """A table with a row for each case, phase and worker, and for all workers together.
 
-    role: plural, such as `trainers`, and the metric of each case that has its `summaries`. The name
-    of a case is shown in its first row. most: workers that have rows, counted from the first; None
-    for all of them. Returns columns, rows, and how many workers were left out (`3 trainers`, or
-    "").
+    role: plural, such as `trainers`; also the name of the metric that contains the `summaries`. The
+    name of a case is shown in its first row only. most: maximum number of workers with rows; None
+    for no limit. Returns the columns, the rows, and the workers left out (`3 trainers`, or "").
     """
     rows: list[Case] = []
     left_out = 0
@@ -117,7 +114,7 @@ def phase_table(
         name, workers = case.name, case.metrics[role]
         single = [worker for worker in workers if worker != "all"]
         left_out = max(left_out, len(single) - (most or len(single)))
-        # `all` would repeat a single worker
+        # with a single worker, `all` would be the same
         shown = [*single[:most], *(["all"] if len(single) > 1 else [])]
         for phase, worker in product(workers["all"], shown):
             if times := workers[worker].get(phase):
@@ -149,12 +146,12 @@ def interval_of_rounds(values: ArrayLike, confidence: float = 0.95) -> Interval 
 def own_pace(
     samples: ArrayLike, rounds: Sequence[int], prefix: str
 ) -> tuple[dict[str, Any], Estimate]:
-    """The times of workers [workers, n] that do not wait for each other within a block.
+    """Metrics of workers that do not wait for each other within a block. samples: [workers, n].
 
-    Returns the metrics `{prefix}_s`, the median of the slowest worker, `{prefix}_slowest` (its
-    row) and percentiles, of the slowest worker for each; then the samples of all workers a second:
-    a block lasts until its last worker is done. The rate's interval is that of the blocks' rates.
-    rounds: iterations of each block, n in all.
+    Returns the metrics `{prefix}_s` (the median of the slowest worker), `{prefix}_slowest` (its
+    row) and percentiles (each of the worker for which it is largest), followed by the samples per
+    second of all workers: a block lasts until its last worker has finished. The interval of the
+    rate is over blocks. rounds: iterations per block, n in total.
     """
     x = np.asarray(samples)
     slowest = int(np.argmax(np.median(x, axis=1)))

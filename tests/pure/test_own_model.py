@@ -197,7 +197,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("users:fine?width=8", "expected parameters none, got 'width'"),
         ("users:sized?width", "expected parameters as in 'my_model:make?batch=16&layers=4', got"),
         ("tests.own_models:vector", "expected a loss that is a scalar, got [3, 4]"),
-        ("tests.own_models:idle", "1.weight gets no gradient; try --find-unused-"),
+        ("tests.own_models:idle", "1.weight receives no gradient; try --find-unused-"),
         ("./users:fine", "expected package.module:function, got './users:fine'; e.g. my_model:"),
         (".users:fine", "expected package.module:function, got '.users:fine'; e.g. my_model:"),
         ("..:x", "expected package.module:function, got '..:x'; e.g. my_model:"),
@@ -232,10 +232,10 @@ def test_a_function_that_exits_in_a_case_fails_the_case() -> None:
 @pytest.mark.parametrize(
     ("function", "change"),
     [
-        ("threads", "the number of threads from 1 to 2; it is restored"),
-        ("double", "the default dtype from torch.float32 to torch.float64; it is restored"),
-        ("no_grad", "the gradient mode from True to False; it is restored"),
-        ("meta", "the default device from cpu to meta; it is restored"),
+        ("threads", "the number of threads from 1 to 2; it was restored"),
+        ("double", "the default dtype from torch.float32 to torch.float64; it was restored"),
+        ("no_grad", "the gradient mode from True to False; it was restored"),
+        ("meta", "the default device from cpu to meta; it was restored"),
     ],
 )
 def test_settings_of_the_process_are_restored(function: str, change: str) -> None:
@@ -252,8 +252,8 @@ def test_settings_of_the_process_are_restored(function: str, change: str) -> Non
 
 
 def test_a_changed_folder_and_path_stay_and_are_named(folder: Path) -> None:
-    moved = f"the working directory from {folder} to {folder / 'elsewhere'}; it stays"
-    assert try_own("users:moves", CPU) == Trial(2, [moved, "sys.path (/a/library); it stays"])
+    moved = f"the working directory from {folder} to {folder / 'elsewhere'}; this persists"
+    assert try_own("users:moves", CPU) == Trial(2, [moved, "sys.path (/a/library); this persists"])
     assert Path.cwd() == folder / "elsewhere"
     assert try_own("users:fine", CPU) == Trial(2, [])
 
@@ -266,7 +266,7 @@ def test_a_model_that_does_not_fit_is_left_to_its_cases() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         make_own("users:fills_the_gpu", CPU)
     need_size("mine:f", 2)
-    with pytest.raises(ValueError, match="mine:f did not fit when its batch size was read"):
+    with pytest.raises(ValueError, match="mine:f did not fit into memory when its"):
         need_size("mine:f", None)
 
 

@@ -44,10 +44,10 @@ def key_of(mesh: str, sequence: int, batch: int, microbatches: int, experts: int
     ("name", "numbers", "says"),
     [
         # sequence, batch, microbatches, experts; decoder-tiny: 8 layers, 8 heads
-        ("cp4tp2", (100, 16, 1, 0), "cp * tp = 8 does not divide 100, --sequence-length"),
-        ("ep3", (128, 15, 1, 8), "ep = 3 does not divide 8, experts"),
-        ("tp4", (128, 16, 1, 8), "tp does not split experts"),
-        ("pp2:zbv", (128, 16, 2, 0), "zbv has 4 stages"),
+        ("cp4tp2", (100, 16, 1, 0), "--sequence-length 100 is not divisible by cp * tp = 8; e.g."),
+        ("ep3", (128, 15, 1, 8), "8 experts are not divisible by ep = 3"),
+        ("tp4", (128, 16, 1, 8), "tp does not shard experts"),
+        ("pp2:zbv", (128, 16, 2, 0), "zbv with 4 stages requires 4 microbatches"),
         ("pp2:interleaved", (128, 20, 5, 0), "got 5; e.g. --microbatches 4"),
     ],
 )
@@ -152,7 +152,7 @@ def test_the_answer_tells_no_order() -> None:
     ]
     assert parallel_sweep.answer(cases) == [
         "a step takes 100 ms (99 to 101) under dp4tp2, 112 ms (111 to 113) under dp8; "
-        "these were timed one after the other, analysis/ab.py takes turns",
-        "of a step's 100 ms under dp4tp2 dp exposes 16 ms (11 to 22), "
+        "these were timed one after the other; use analysis/ab.py --interleave to compare them",
+        "of a step's 100 ms under dp4tp2, dp exposes 16 ms (11 to 22), "
         "tp exposes nothing measurable (-1 to 4 ms)",
     ]
