@@ -2,36 +2,40 @@
 """How long does a training step take under DistributedDataParallel, and how far does it scale?
 
 Times whole training steps (zero_grad, forward, loss, backward with gradient averaging, optimizer
-step) of torchvision models or of your own: `no ddp`, then 1, 2, 4, ... ranks of a node, then whole
-nodes (`2M/8G`: 2 machines with 8 GPUs each; on the CPU `1M/2R`: 1 machine with 2 ranks).
+step) of torchvision models or of your own model: first one process without DDP (`no ddp`), then DDP
+on 1, 2, 4, ... ranks of a node, then whole nodes. `2M/8G` is 2 machines with 8 GPUs each; on the
+CPU, `1M/2R` is 1 machine with 2 ranks.
 
-    step            the step; the slowest rank counts in each iteration
-    local compute   the same step without averaging gradients (DDP's no_sync)
-    alone           DDP's gradient buckets averaged by themselves, by the same hook
-    exposed       = step - local compute: what DDP adds. It is communication that computing does
-                    not hide, copies into and out of buckets, and what both take from computing
-    late          = local compute of the slowest rank - of the median rank
-    overlap       = 1 - exposed / alone; none if exposed exceeds alone
-    one rank        the step of one rank alone, timed in turns with the step under DDP
+    step            one training step; in each iteration the slowest rank counts
+    local compute   the same step without gradient averaging (DDP's no_sync)
+    alone           DDP's gradient buckets averaged with nothing else running, by the same hook
+    exposed       = step - local compute: the time that DDP adds to a step. It consists of
+                    communication that computation does not hide, copies into and out of buckets,
+                    and the slowdown of computation by communication
+    late          = local compute of the slowest rank - local compute of the median rank
+    overlap       = 1 - exposed / alone; omitted if exposed exceeds alone
+    one rank        the step of a single rank, interleaved with the step under DDP
     efficiency    = one rank / step;   speed-up = ranks * efficiency
-                    --global-batch: that rank has the whole batch; efficiency = one rank / (ranks *
-                    step)
-    ex/sec/dev    = batch size of a rank / step;     samples/s = ranks * batch size / step
-                    --accumulate K: a step has K batches, and so have these rates
+                    with --global-batch, that rank processes the whole batch, and
+                    efficiency = one rank / (ranks * step)
+    ex/sec/dev    = batch size per rank / step;   samples/s = ranks * batch size per rank / step
+                    with --accumulate K, a step processes K batches, and the rates count all K
 
-    --interleave    times all bucket sizes and hooks in turns within one case: a replica each
-    vs first      = step of the first setting / step of this one; the intervals of the k - 1 ratios
-                    hold together with 95 % confidence (each at 1 - 0.05 / (k - 1))
+    --interleave    times all bucket sizes and hooks in alternating blocks within one case; each
+                    setting trains its own replica
+    vs first      = step of the first setting / step of this setting. For k settings, all k - 1
+                    intervals hold simultaneously with 95 % confidence: each of them has a
+                    confidence of 1 - 0.05 / (k - 1)
 
-Percentiles are over iterations. gmean: geometric mean over rounds of block medians. A printed ratio
-or difference is the quotient or the difference of the printed gmeans.
+Percentiles are taken over iterations. gmean is the geometric mean over rounds of block medians.
+Each printed ratio or difference is the quotient or the difference of the printed gmeans.
 
     torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py
     torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py --model package.module:function
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/ddp_sweep.py --comm-hook none,bf16 --bucket-size 25,100 --interleave
 
-It asks what PyTorch's benchmarks/distributed/ddp/benchmark.py asks, and is written anew.
+The question is that of PyTorch's benchmarks/distributed/ddp/benchmark.py; the code is new.
 BSD-3-Clause.
 """
 
@@ -60,15 +64,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads.own_model import (
-    is_own,
-    make_own,
-    need_size,
-    own_batch_size,
-    without_rate,
-)
-from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
-from benchmarks.workloads.settings import compare_settings, fastest
+from benchmarks.workloads.interleave import SettingsTable, compare_rows, split_case
+from benchmarks.workloads.own_model import is_own, make_own, need_size, try_on_all, without_rate
+from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
+from benchmarks.workloads.settings import compare_settings
 from benchmarks.workloads.training import breakdown, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
@@ -77,13 +76,13 @@ from common.groups import Group, Job, agree
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
 from common.stats import Disturbed, Times
-from common.table import Columns, Table, ends, metric, percentile_columns, relative
+from common.table import Columns, ends, metric, percentile_columns, relative
 from common.timing import Workload
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
 DDP_OPTIONS = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
-# DDP rebuilds its buckets in the second or third step; the log of a later one has their sizes
+# DDP rebuilds its buckets in the second or third step; the log of a later step has their sizes
 SETTLING_STEPS = 4
 
 
@@ -91,46 +90,44 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
     default = cli.By(CUDA_MODELS, CPU_MODELS)
-    text = "torchvision's classifiers, or package.module:function (default: %(default)s)"
-    add("--models", "--model", type=list_of(str), default=default, metavar="NAME", help=text)
+    names = "torchvision classifiers or package.module:function (default: %(default)s)"
+    add("--models", "--model", type=list_of(str), default=default, metavar="NAME", help=names)
     one_of = parser.add_mutually_exclusive_group().add_argument
     batch = "batch size per rank (default: 32 on CUDA, 8 on the CPU)"
     one_of("--batch-size", type=positive_int, metavar="N", help=batch)
-    whole = "total batch size, split evenly over the ranks: strong scaling"
+    whole = "total batch size, divided evenly among the ranks (strong scaling)"
     one_of("--global-batch", type=positive_int, metavar="N", help=whole)
-    pixels = "width and height of the images (default: %(default)s)"
+    pixels = "width and height of the images in pixels (default: %(default)s)"
     add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
-    sizes = "numbers of ranks; nodes stands for 1, 2, 3, ... whole nodes (default: 1, 2, 4, ... "
-    sizes += "ranks of a node, then 1, 2, 4, ... nodes, then all ranks)"
+    sizes = "numbers of ranks to measure; `nodes` means 1, 2, 3, ... whole nodes (default: 1, 2, "
+    sizes += "4, ... ranks of a node, then 1, 2, 4, ... nodes, then all ranks)"
     add("--world-sizes", type=list_of(ranks_or_nodes), metavar="N", help=sizes)
-    cap = "DDP's bucket_cap_mb (default: 25)"
+    cap = "bucket_cap_mb of DDP (default: 25)"
     add("--bucket-size", type=list_of(cli.positive_float), default=[25.0], metavar="MB", help=cap)
-    hooks = f"{', '.join(HOOKS)} (default: none, DDP's own all-reduce)"
+    hooks = f"DDP communication hooks: {', '.join(HOOKS)} (default: none, DDP's own all-reduce)"
     add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
-    dtypes = "default (as torch sets it: TF32 in convolutions, not in matmuls), fp32, tf32, bf16 "
-    dtypes += "by autocast (default: default)"
-    all_dtypes = (*PRECISION, "bf16")
-    add("--dtype", type=list_of(str, all_dtypes), default=["default"], metavar="D", help=dtypes)
+    dtypes = list_of(str, (*PRECISION, "bf16"))
+    add("--dtype", type=dtypes, default=["default"], metavar="D", help=DTYPE_HELP)
     for option in DDP_OPTIONS:
-        add(f"--{option.replace('_', '-')}", action="store_true", help="passed to DDP")
-    several = "batches of a step: DDP averages the gradients of all after the last one (default: 1)"
-    add("--accumulate", type=positive_int, default=1, metavar="K", help=several)
-    turns = (
-        "time all bucket sizes and hooks in turns, a replica each, and say which is the fastest; "
-    )
-    turns += "--max-seconds counts for each of them"
-    add("--interleave", action="store_true", help=turns)
-    only = "time only the step: about 4 times as fast, but no efficiency"
+        passed = "passed to DistributedDataParallel"
+        add(f"--{option.replace('_', '-')}", action="store_true", help=passed)
+    batches = "batches per step; DDP averages the accumulated gradients once, after the last batch "
+    batches += "(default: 1)"
+    add("--accumulate", type=positive_int, default=1, metavar="K", help=batches)
+    interleave = "time all bucket sizes and hooks in alternating blocks, each with its own "
+    interleave += "replica, and report which is fastest; --max-seconds applies to each setting"
+    add("--interleave", action="store_true", help=interleave)
+    only = "time the step only: about 4 times as fast, but without efficiency"
     add("--no-breakdown", action="store_true", help=only)
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)
     cuda = cli.on_cuda(args.device)
     if "tf32" in args.dtype and not cuda:
         parser.error("--dtype tf32 requires CUDA; use fp32 or bf16")
-    if args.interleave and len(settings := swept(args)) < 2:
+    if args.interleave and len(settings := all_settings(args)) < 2:
         expected = "--interleave: expected several bucket sizes or hooks"
-        parser.error(f"{expected}, got {settings[0].words} alone; e.g. --comm-hook none,bf16")
-    import torchvision  # takes seconds, so it comes after the first lines of output
+        parser.error(f"{expected}, got only {settings[0].text}; e.g. --comm-hook none,bf16")
+    import torchvision  # slow to import, so only after the first lines of output
 
     known = set(torchvision.models.list_models(module=torchvision.models))
     known -= {"googlenet", "inception_v3"}  # they return the outputs of several heads
@@ -152,29 +149,29 @@ def ranks_or_nodes(text: str) -> int | str:
 
 
 class Setting(NamedTuple):
-    """How DDP averages gradients: bucket_cap_mb, and a hook of HOOKS."""
+    """How DDP averages gradients: its bucket_cap_mb and a hook of HOOKS."""
 
     bucket_mb: float
     hook: str
 
     @property
     def label(self) -> str:
-        """`25MB bf16`, in keys, rows and names of metrics."""
+        """`25MB bf16`: in keys, rows and names of metrics."""
         return f"{self.bucket_mb:.15g}MB {self.hook}"
 
     @property
-    def words(self) -> str:
-        """`25 MB with bf16`, in sentences."""
+    def text(self) -> str:
+        """`25 MB with bf16`: in sentences."""
         return f"{self.bucket_mb:.15g} MB" + (f" with {self.hook}" if self.hook != "none" else "")
 
 
-def swept(args: argparse.Namespace) -> list[Setting]:
-    """All bucket sizes x hooks."""
+def all_settings(args: argparse.Namespace) -> list[Setting]:
+    """All combinations of bucket sizes and hooks."""
     return [Setting(*pair) for pair in itertools.product(args.bucket_size, args.comm_hook)]
 
 
 def settings_of(key: Key) -> list[Setting]:
-    """The settings that a case times: one, several with --interleave, none without DDP."""
+    """The settings that a case times: one; several with --interleave; none without DDP."""
     if not key["ddp"]:
         return []
     if "settings" not in key:
@@ -186,15 +183,15 @@ def settings_of(key: Key) -> list[Setting]:
 # -- the workload: plain torch ---------------------------------------------------------------------
 # [core]
 
-HOOKS: dict[str, Any] = {  # how DDP averages gradients
+HOOKS: dict[str, Any] = {  # DDP communication hooks, which average the gradients
     "none": None,  # DDP's own all-reduce, in C++
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook.powerSGD_hook,  # of rank 1
+    "powersgd": powerSGD_hook.powerSGD_hook,  # matrix approximation of rank 1
 }
 Step = Callable[[], object]
-# positional and keyword arguments of the forward pass, and the loss of a model's output
+# positional and keyword arguments of the forward pass, and a function from the output to the loss
 Batch = tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor]]
 
 
@@ -210,15 +207,13 @@ def training_step(
     accumulate: int = 1,
     average: bool = True,
 ) -> Step:
-    """One training step of a model. It accumulates the gradients of `accumulate` passes over the
-    batch; DDP averages them in the last pass if `average` is set."""
+    """One training step, which accumulates the gradients of `accumulate` passes over the batch. DDP
+    averages them in the last pass if `average` is set."""
     args, kwargs, loss_of = batch
     device_type = next(model.parameters()).device.type
-    keep_local: Callable[[], Any] = (
-        contextlib.nullcontext
-    )  # passes whose gradients DDP does not average
+    keep_local: Callable[[], Any] = contextlib.nullcontext
     if isinstance(model, DistributedDataParallel):
-        keep_local = model.no_sync
+        keep_local = model.no_sync  # within it DDP averages no gradients
 
     def forward_backward() -> None:
         with torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bf16"):
@@ -238,7 +233,7 @@ def training_step(
 
 
 def make_model(name: str, device: torch.device) -> nn.Module:
-    import torchvision  # not before: it takes seconds
+    import torchvision  # slow to import
 
     return torchvision.models.get_model(name).to(device)
 
@@ -253,15 +248,15 @@ def make_batch(samples: int, pixels: int, device: torch.device) -> Batch:
 def wrap(
     model: nn.Module, group: dist.ProcessGroup, bucket_mb: float, hook: str, **options: bool
 ) -> DistributedDataParallel:
-    """The model under DDP. In a step gradients alone are sent, no buffers. options: of DDP."""
-    send_buffers = "forward_sync_buffers"  # the option's name; an older torch has another one
-    if send_buffers not in inspect.signature(DistributedDataParallel).parameters:
-        send_buffers = "broadcast_buffers"
-    settings: dict[str, Any] = {send_buffers: False, **options}
+    """The model under DDP, which communicates gradients but no buffers. options: of DDP."""
+    sync_buffers = "forward_sync_buffers"  # older versions of torch have broadcast_buffers instead
+    if sync_buffers not in inspect.signature(DistributedDataParallel).parameters:
+        sync_buffers = "broadcast_buffers"
+    settings: dict[str, Any] = {sync_buffers: False, **options}
     settings |= {"process_group": group, "bucket_cap_mb": bucket_mb}
     ddp = DistributedDataParallel(model, **settings)
     state: Any = group
-    if hook == "powersgd":  # by default the first 1,000 steps are not compressed; 2 is the least
+    if hook == "powersgd":  # by default the first 1,000 steps are not compressed; 2 is the minimum
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
     if hook != "none":
         ddp.register_comm_hook(state, HOOKS[hook])
@@ -269,16 +264,16 @@ def wrap(
 
 
 def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
-    """The bytes of each of DDP's buckets."""
-    # private: the text of DDP's log, "1000, 400"; seen to work with torch 2.11, 2.14 and 2.15
+    """The size of each DDP bucket in bytes."""
+    # private: DDP logs a text such as "1000, 400"; seen to work with torch 2.11, 2.14 and 2.15
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
     return [int(size) for size in str(sizes).split(", ")]
 
 
 def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
-    """A step that averages as DDP does: buckets of the same sizes, all at once, by the same hook.
-    DDP does not expose its buckets, so zeros take their place."""
+    """A step that only averages: buckets of the same sizes as DDP's, all started at once, by the
+    same hook. DDP does not expose its buckets, so tensors of zeros replace them."""
     dtype = next(ddp.parameters()).dtype
     counts = [size // dtype.itemsize for size in bucket_sizes(ddp)]
     buckets = [torch.zeros(count, dtype=dtype, device=ddp.device) for count in counts]
@@ -300,20 +295,20 @@ def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
 # -- a case ----------------------------------------------------------------------------------------
 
 
-class Training(NamedTuple):
-    """A replica of a model, and how it is trained."""
+class Replica(NamedTuple):
+    """A model and its training step."""
 
-    model: nn.Module  # under DDP, or as it is
+    model: nn.Module  # under DDP, or the bare model
     batch: Batch
-    tokens: int  # of the batch; 0: unknown
-    # training_step with this replica's optimizer: one for all steps, since its state takes memory.
-    # A wrapped model has the same parameters
+    tokens: int  # in the batch; 0 if unknown
+    # training_step with this replica's optimizer. All its steps share that optimizer, because its
+    # state needs memory; a wrapped model has the same parameters
     make_step: Callable[..., Step]
     step: Step
 
 
-def set_up(key: Key, group: Group, job: Job, setting: Setting | None) -> Training:
-    """Make a replica and train it until DDP's buckets are settled. setting: None without DDP."""
+def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> Replica:
+    """Make a replica and train it until DDP has rebuilt its buckets. setting: None without DDP."""
     torch.manual_seed(job.rank)
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     tokens = 0
@@ -337,51 +332,51 @@ def set_up(key: Key, group: Group, job: Job, setting: Setting | None) -> Trainin
     step = make_step(model, batch)
     for _ in range(SETTLING_STEPS):
         step()
-    # A step costs the same, and whatever the loss is, the timed steps leave the weights finite, and
-    # equal on all ranks
+    # With a rate of 0 a step costs the same, and the weights stay finite and equal on all ranks,
+    # whatever the loss is
     without_rate(optimizer)
-    return Training(model, batch, tokens, make_step, step)
+    return Replica(model, batch, tokens, make_step, step)
 
 
 def build(bench: Benchmark, key: Key, group: Group) -> Workload:
-    """What a rank measures in a case: the step and, for a breakdown, the parts that it is made of.
-    With --interleave the step is that of the first setting; those of the others are parts.
+    """The workload of a case: the step and, for the breakdown, its parts. With --interleave the
+    step is that of the first setting, and the steps of the other settings are parts.
 
-    Memory is read before the breakdown, which needs memory of its own.
+    Memory is read before the breakdown, which itself allocates memory.
     """
     job = bench.job
     set_precision(key["dtype"])
     memory_before = start_peak(job.device)
     settings = settings_of(key)
     of_replicas: Sequence[Setting | None] = settings or [None]
-    replicas = [set_up(key, group, job, setting) for setting in of_replicas]
+    replicas = [make_replica(key, group, job, setting) for setting in of_replicas]
     first, *others = replicas
-    memory = {} if others else peak(job.device, memory_before)  # which is that of one replica
-    parts: dict[str, Step | None] = {}  # None: this rank waits while the first one does it
+    memory = {} if others else peak(job.device, memory_before)  # defined for a single replica only
+    parts: dict[str, Step | None] = {}  # None on a rank that does not take part
     for setting, replica in zip(settings[1:], others, strict=True):
         parts[setting.label] = replica.step
     model = first.model
     if isinstance(model, DistributedDataParallel) and key["breakdown"]:
-        # without averaging neither buckets nor hooks matter: the first replica's is that of all
+        # without averaging, buckets and hooks play no part, so one replica stands for all
         parts["local compute"] = first.make_step(model, first.batch, average=False)
         if key["ranks"] > 1:
-            # powersgd's low-rank factors are not sent at once
+            # powersgd does not send its low-rank factors all at once
             if not others and settings[0].hook != "powersgd":
                 parts["alone"] = average_alone(model, settings[0].hook)
             one_rank, size = None, key["global_batch"] or key["batch_size"]
-            if dist.get_rank(group.test) == 0:  # the step of one rank alone
+            if dist.get_rank(group.test) == 0:
                 its_batch = first.batch
                 if key["global_batch"]:
                     its_batch = make_batch(size, key["image_size"], job.device)
-                one_rank = first.make_step(model.module, its_batch)  # no second model: DDP's own
-            if agree(one_rank and fits(one_rank), group):  # as the first rank says
+                one_rank = first.make_step(model.module, its_batch)  # the module inside DDP
+            if agree(one_rank and fits(one_rank), group):  # the first rank decides
                 parts["no ddp"] = one_rank
             else:
-                bench.print(f"# no efficiency: a batch of {size} fits on no rank")
+                bench.print(f"# no efficiency: a batch of {size} does not fit on one rank")
     return Workload(
         first.step,
         parts,
-        # whose differences from the step, or ratios to it, have intervals
+        # compared with the step, by a difference or a ratio with an interval
         compared=[name for name in parts if name not in ("alone", "no ddp")],
         facts=lambda: facts_of(replicas, memory),
         launches=True,
@@ -389,28 +384,29 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
 
 
 class Facts(NamedTuple):
-    """What a rank knows after a case: digests of its parameters and of the gradients of one more
-    step, its memory by metric, the tokens of its batch (0: unknown). others: the same of the other
-    settings' replicas."""
+    """The state of a rank after the timing of a case."""
 
-    parameters: str
-    gradients: str
-    memory: dict[str, float]
-    tokens: int
-    others: tuple["Facts", ...] = ()
+    parameters: str  # digest
+    gradients: str  # digest of the gradients of one more step
+    memory: dict[str, float]  # metrics
+    tokens: int  # in a batch; 0 if unknown
+    others: tuple["Facts", ...] = ()  # of the replicas of the other settings
 
 
-def facts_of(replicas: Sequence[Training], memory: dict[str, float]) -> Facts:
+def facts_of(replicas: Sequence[Replica], memory: dict[str, float]) -> Facts:
     first, *others = replicas
-    first.step()  # a fresh one: its gradients are averaged ones
+    first.step()  # whatever was timed last, the gradients are now averaged ones
     gradients = (p.grad for p in first.model.parameters() if p.grad is not None)
     of_others = tuple(facts_of([replica], memory) for replica in others)
     return Facts(digest(first.model), digest_of(gradients), memory, first.tokens, of_others)
 
 
 def refuse_deadlock(model: nn.Module, setting: Setting, backend: str) -> None:
-    """Raises ValueError for PowerSGD over gloo if the gradients do not fit into one bucket: torch's
-    hook waits for an all-reduce in a callback of the thread that runs all of them, and hangs."""
+    """Raise ValueError for PowerSGD over gloo if the gradients need more than one bucket.
+
+    torch's hook then deadlocks: its callback waits for an all-reduce on the very thread that runs
+    all of them.
+    """
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     can_hang = setting.hook == "powersgd" and backend == "gloo"
     if can_hang and size > setting.bucket_mb * 2**20:
@@ -421,7 +417,7 @@ def refuse_deadlock(model: nn.Module, setting: Setting, backend: str) -> None:
 
 
 def fits(step: Step) -> bool:
-    """Whether the device has the memory for a step."""
+    """Whether the device has enough memory for a step."""
     try:
         step()
     except torch.OutOfMemoryError:
@@ -432,18 +428,18 @@ def fits(step: Step) -> bool:
 def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check, on rank 0.
 
-    With --interleave the metrics are those of the first setting. Those of another one begin with
-    its label, as in `25MB bf16 step_s`; `row_of` finds them.
+    With --interleave the metrics are those of the first setting. The names of all others start with
+    the label of their setting, as in `25MB bf16 step_s`.
     """
     metrics, settings = case.metrics, settings_of(case.key)
     tokens = sum(fact.tokens for fact in facts)
-    metrics |= of_step(case, times, tokens)
+    metrics |= step_metrics(case, times, tokens)
     if "local compute" in times:
         metrics |= breakdown(times, "local compute", "alone" if "alone" in times else None)
     if "no ddp" in times:
         metrics["no_ddp_s"] = times.mean("no ddp")
     for setting in settings[1:]:
-        own = of_step(case, times.about(setting.label), tokens)
+        own = step_metrics(case, times.about(setting.label), tokens)
         metrics |= {f"{setting.label} {name}": value for name, value in own.items()}
     if len(settings) > 1:
         metrics |= compare_settings(times, [setting.label for setting in settings])
@@ -452,10 +448,10 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
         metrics[name] = max(fact.memory[name] for fact in facts)
 
 
-def of_step(case: Case, times: Times, tokens: int) -> dict[str, Any]:
-    """The metrics of the step that the times are about. tokens: of all ranks in a pass."""
+def step_metrics(case: Case, times: Times, tokens: int) -> dict[str, Any]:
+    """The metrics of the step that `times` is about. tokens: in one batch of every rank, summed."""
     key, ranks = case.key, len(case.ranks)
-    samples = ranks * key["batch_size"] * key["accumulate"]
+    samples = ranks * samples_of_rank(case)
     metrics = training_metrics(times, samples)
     metrics["sample_s"] = metrics["step_s"] / samples
     if tokens:
@@ -464,13 +460,18 @@ def of_step(case: Case, times: Times, tokens: int) -> dict[str, Any]:
     if "local compute" in times:
         metrics["exposed_s"] = times.beyond("local compute")
     if "no ddp" in times:
-        # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
+        # under weak scaling `no ddp` does 1 / ranks of the work, under strong scaling all of it
         metrics["efficiency"] = times.ratio("no ddp") / (ranks if key["global_batch"] else 1)
     return metrics
 
 
+def samples_of_rank(case: Case) -> int:
+    """Number of samples that a rank processes in a step."""
+    return int(case.key["batch_size"] * case.key["accumulate"])
+
+
 def check_all(facts: list[Facts], ranks: list[int], labels: list[str]) -> str:
-    """The check of all replicas: the first one that failed, else the first that was skipped."""
+    """The check of all replicas: the first that failed, otherwise the first that was skipped."""
     checks = [check(facts, ranks)]
     for number, label in enumerate(labels[1:]):
         kind, colon, reason = check([fact.others[number] for fact in facts], ranks).partition(": ")
@@ -480,9 +481,9 @@ def check_all(facts: list[Facts], ranks: list[int], labels: list[str]) -> str:
 
 
 def check(facts: list[Facts], ranks: list[int]) -> str:
-    """Whether all ranks have the same parameters, and averaged to the same gradients.
+    """Whether all ranks have equal parameters and equal averaged gradients.
 
-    A loss that diverges is no fault of DDP: if values are not finite on every rank, the check is
+    A diverging loss is not a fault of DDP: if values are not finite on any rank, the check is
     skipped.
     """
     for what in ("parameters", "gradients"):
@@ -494,13 +495,7 @@ def check(facts: list[Facts], ranks: list[int]) -> str:
     return "passed"
 
 
-# -- what is printed -------------------------------------------------------------------------------
-
-
-def samples_of_rank(case: Case) -> int:
-    """The samples of a rank in a step."""
-    return int(case.key["batch_size"] * case.key["accumulate"])
-
+# -- tables and answers ----------------------------------------------------------------------------
 
 BREAKDOWN: Columns = {
     "": lambda case: case.name,
@@ -524,7 +519,7 @@ STEP_ALONE: Columns = {  # with --no-breakdown
     "95% ci\nof it": relative("step_s"),
     "memory\n(GiB)": BREAKDOWN["memory\n(GiB)"],
 }
-COMPARED: Columns = {  # with --interleave: first the ratio, and what it is made of
+COMPARED: Columns = {  # with --interleave: the ratio first, then the times that it is made of
     "": BREAKDOWN[""],
     "vs\nfirst": metric("speed"),
     "simult.\n95% ci": ends("speed"),
@@ -539,6 +534,8 @@ RATES: Columns = {
     **percentile_columns("step", "sec/iter", "ex/sec/dev", samples_of_rank),
     "per\nsample\n(ms)": metric("sample_s", 1e3),
 }
+# metrics that --interleave measures once for all settings
+SHARED = ("local_compute_s", "late_s", "no_ddp_s", "straggler_rank", "straggler_factor")
 
 
 def columns_of(args: argparse.Namespace) -> Columns:
@@ -552,43 +549,35 @@ def columns_of(args: argparse.Namespace) -> Columns:
 
 
 def rates_of(cases: list[Case]) -> Columns:
-    """The columns of the second table; tokens/s only if the number of tokens is known."""
+    """The columns of the second table, with tokens/s if the number of tokens is known."""
     known = any("tokens_per_s" in case.metrics for case in cases)
     return {head: cell for head, cell in RATES.items() if known or head != "tokens/s"}
 
 
 def rows_of(case: Case) -> list[Case]:
-    """The rows of a case in tables and sentences: one for each setting that it has timed."""
+    """The rows of a case: one for each setting."""
     settings = settings_of(case.key)
-    if len(settings) < 2 or case.failed:
-        return [case]
-    return [row_of(case, setting, settings[0]) for setting in settings]
+    rows = split_case(case, [setting.label for setting in settings], SHARED)
+    if len(rows) < 2:
+        return rows
+    named = []
+    for setting, row in zip(settings, rows, strict=True):
+        key = case.key | {"bucket_size_mb": setting.bucket_mb, "comm_hook": setting.hook}
+        named.append(replace(row, name=f"{case.name} {setting.label}", key=key))
+    return named
 
 
-def row_of(case: Case, setting: Setting, first: Setting) -> Case:
-    """A setting of an interleaved case as a case of its own."""
-    prefix, metrics = f"{setting.label} ", dict[str, Any]()
-    if setting == first:
-        metrics |= {name: value for name, value in case.metrics.items() if " " not in name}
-    else:
-        shared = ("local_compute_s", "late_s", "no_ddp_s", "straggler_rank", "straggler_factor")
-        metrics |= {name: case.metrics[name] for name in shared if name in case.metrics}
-    for name, value in case.metrics.items():
-        if name.startswith(prefix):
-            metrics[name.removeprefix(prefix)] = value
-    key = case.key | {"bucket_size_mb": setting.bucket_mb, "comm_hook": setting.hook}
-    return replace(case, name=f"{case.name} {setting.label}", key=key, metrics=metrics)
-
-
-class SettingsTable(Table):
-    """A table in which each setting of a case has a row."""
-
-    def row(self, case: Case) -> str:
-        return "\n".join([Table.row(self, row) for row in rows_of(case)])
+def row_labels(cases: Sequence[Planned]) -> list[str]:
+    """The first cells of all rows of these cases."""
+    labels: list[str] = []
+    for name, _, key in cases:
+        settings = settings_of(key) if "settings" in key else []
+        labels += [f"{name} {setting.label}" for setting in settings] or [name]
+    return labels
 
 
 def no_overlap(cases: list[Case]) -> str | None:
-    """Why cases show no overlap although both parts of it were measured; None if all show one."""
+    """Why cases show no overlap although both of its times were measured; None if all show it."""
     longer = []
     for case in cases:
         exposed, alone = (case.metrics.get(name) for name in ("exposed_s", "communication_s"))
@@ -596,45 +585,45 @@ def no_overlap(cases: list[Case]) -> str | None:
             longer.append(case.name)
     if not longer:
         return None
-    why = "exposed exceeds communication alone: computing and communicating slow each other down"
-    return f"# overlap is - for {cli.cut(longer)}: {why}"
+    why = "exposed exceeds communication alone, because computation and communication slow each "
+    return f"# no overlap for {cli.cut(longer)}: {why}other down"
 
 
 def answer(cases: list[Case]) -> list[str]:
-    """How the most ranks compare with one rank alone, in a sentence for each setting; with
-    --interleave how the settings compare."""
+    """For the largest number of ranks, one sentence per setting that compares it with one rank
+    alone; with --interleave also sentences that compare the settings."""
     with_ddp = [case for case in cases if case.key["ddp"]]
     if not with_ddp:
         return [f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"]
     ranks = max(len(case.ranks) for case in with_ddp)
     largest = [case for case in with_ddp if len(case.ranks) == ranks]
-    first, *others = largest
+    first, model = largest[0], model_of(largest[0])
     if "settings" in first.key:
-        return [scaling(first), *comparison(first, others)]
+        begin = f"{model}, {count_of(ranks, 'rank')}"
+        compared = compare_rows(largest, lambda row: setting_of(row).text)
+        return [scaling(first), *(f"{begin}: {sentence}" for sentence in compared)]
     sentences = [scaling(case) for case in largest]
-    if others:
-        sentences.append(
-            f"{model_of(first)}: the settings were timed one after the other, so they are not "
-            "ranked; --interleave compares them"
-        )
+    if len(largest) > 1:
+        how = "the settings were timed one after the other, so they are not ranked"
+        sentences.append(f"{model}: {how}; --interleave compares them")
     return sentences
 
 
 def model_of(case: Case) -> str:
+    """`resnet18, bf16`"""
     key = case.key
     return f"{key['model']}, {name_precision(key['dtype'], torch.device(key['device']))}"
 
 
-def words_of(case: Case) -> str:
-    """The setting of a row: `25 MB with bf16`."""
-    return Setting(case.key["bucket_size_mb"], case.key["comm_hook"]).words
+def setting_of(row: Case) -> Setting:
+    return Setting(row.key["bucket_size_mb"], row.key["comm_hook"])
 
 
 def scaling(case: Case) -> str:
     """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one rank alone; DDP adds
     16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`."""
     metrics, ranks = case.metrics, len(case.ranks)
-    of = f"{model_of(case)}, buckets of {words_of(case)}"
+    of = f"{model_of(case)}, buckets of {setting_of(case).text}"
     step, on_ranks = metrics["step_s"], f"{of}: DDP on {count_of(ranks, 'rank')}"
     sentence, possible = f"{on_ranks} takes {step} a step", True
     if "efficiency" in metrics:
@@ -647,37 +636,17 @@ def scaling(case: Case) -> str:
         if speed.may_be(1):
             sentence = f"{on_ranks} and one rank alone do not differ significantly: {shown} as fast"
     if exposed := metrics.get("exposed_s"):
-        added = exposed.beside(step.value)  # in the step's unit
+        added = exposed.beside(step.value)  # in the unit of the step
         sentence += f"; DDP adds {added} to a step, which takes {show_seconds(step.value)}"
         possible = possible and not (exposed / step).above(1)
     return sentence if possible else Disturbed(sentence)
 
 
-def comparison(first: Case, others: list[Case]) -> list[str]:
-    """`25 MB with bf16 is 1.12 times (1.08 to 1.17) as fast as 25 MB` for each setting but the
-    first one; of three or more whether one is the fastest."""
-    begin = f"{model_of(first)}, {count_of(len(first.ranks), 'rank')}"
-    sentences = []
-    for case in others:
-        speed, names = case.metrics["speed"], (words_of(case), words_of(first))
-        sentence = f"{names[0]} is {speed.times()} as fast as {names[1]}"
-        if speed.may_be(1):
-            sentence = (
-                f"{names[0]} and {names[1]} do not differ significantly: {speed.times()} as fast"
-            )
-        sentences.append(f"{begin}: {sentence}")
-    rows = {words_of(case): case.metrics.get("lead_of_fastest") for case in [first, *others]}
-    if len(rows) > 2:
-        [best] = [name for name, lead in rows.items() if lead is None]
-        sentences.append(f"{begin}: {fastest(best, {n: lead for n, lead in rows.items() if lead})}")
-    return sentences
-
-
-# -- which cases -----------------------------------------------------------------------------------
+# -- the plan: which cases are measured ------------------------------------------------------------
 
 
 def sizes_of(chosen: list[Any] | None, world_size: int, node_ranks: int) -> list[int]:
-    """How many ranks each case has. chosen: --world-sizes; node_ranks: the ranks of a node."""
+    """The numbers of ranks to measure. chosen: --world-sizes; node_ranks: ranks per node."""
     if not chosen:
         powers = [2**i for i in range(world_size.bit_length())]
         within_a_node = [ranks for ranks in powers if ranks < node_ranks]
@@ -690,9 +659,23 @@ def sizes_of(chosen: list[Any] | None, world_size: int, node_ranks: int) -> list
     return sorted(sizes)
 
 
+def invalid_sizes(args: argparse.Namespace, world_size: int, sizes: list[int]) -> str | None:
+    """Why these numbers of ranks cannot be measured; None if they can."""
+    if sizes[-1] > world_size:
+        ranks = count_of(world_size, "rank")
+        problem = f"--world-sizes {sizes[-1]} exceeds the {ranks} of this job"
+        return f"{problem}; e.g. --world-sizes {world_size}"
+    batch = args.global_batch or 0  # 0 is divisible by every number of ranks
+    if uneven := [ranks for ranks in sizes if batch % ranks]:
+        fit = ",".join(str(n) for n in range(1, world_size + 1) if batch % n == 0)
+        ranks = count_of(uneven[0], "rank")
+        return f"--global-batch {batch} is not divisible by {ranks}; try --world-sizes {fit}"
+    return None
+
+
 def name_of(ranks: int, node_ranks: int, device: torch.device) -> str:
-    """`1M/2G`: 1 machine with 2 GPUs; `2M/8G (16)`: 8 on each of 2; uneven: `2M/12G in all`. On the
-    CPU `1M/2R`, with 2 ranks."""
+    """`1M/2G`: 1 machine with 2 GPUs; `2M/8G (16)`: 2 machines with 8 GPUs each; `2M/12G in all`:
+    unevenly over 2 machines. On the CPU `1M/2R`: 1 machine with 2 ranks."""
     machines = math.ceil(ranks / node_ranks)
     kind = "G" if device.type == "cuda" else "R"
     if machines > 1 and ranks % node_ranks:
@@ -701,7 +684,7 @@ def name_of(ranks: int, node_ranks: int, device: torch.device) -> str:
 
 
 def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace, job: Job) -> str:
-    """What all cases of a table share. size: the batch size of a rank; None if unknown."""
+    """The settings that all cases of a table share. size: batch size per rank; None if unknown."""
     batch = f"batch size {size or 'unknown'} a rank (weak scaling)"
     if args.global_batch:
         batch = f"global batch {args.global_batch} (strong scaling)"
@@ -722,8 +705,9 @@ def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace,
 def plan(
     args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, int | None]
 ) -> dict[str, list[Planned]]:
-    """The title of each table (a model and a dtype), and its cases. own: batch sizes, by model."""
-    tables, settings = {}, swept(args)
+    """The cases by the title of their table; each model and dtype has a table. own: batch sizes of
+    your own models, by name."""
+    tables, settings = {}, all_settings(args)
     fixed = {name: getattr(args, name) for name in ("global_batch", "accumulate", *DDP_OPTIONS)}
     for model, dtype in itertools.product(args.models, args.dtype):
         of_table = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
@@ -749,40 +733,20 @@ def plan(
     return tables
 
 
-def names_of_rows(name: str, key: Key) -> list[str]:
-    """The labels of the rows of a case."""
-    settings = settings_of(key)
-    return [f"{name} {setting.label}" for setting in settings] if "settings" in key else [name]
-
-
-def refused(args: argparse.Namespace, world_size: int, sizes: list[int]) -> str | None:
-    """Why these sets of ranks cannot be, or None."""
-    if sizes[-1] > world_size:
-        ranks = count_of(world_size, "rank")
-        return f"--world-sizes {sizes[-1]} is more than {ranks}; e.g. --world-sizes {world_size}"
-    batch = args.global_batch or 0  # 0 divides among any ranks
-    if uneven := [ranks for ranks in sizes if batch % ranks]:
-        fit = ",".join(str(n) for n in range(1, world_size + 1) if batch % n == 0)
-        ranks = count_of(uneven[0], "rank")
-        return f"--global-batch {batch} is not divisible by {ranks}; try --world-sizes {fit}"
-    return None
-
-
 def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
         job, own = bench.job, {}
         sizes = sizes_of(args.world_sizes, job.world_size, job.local_world_size)
-        if problem := refused(args, job.world_size, sizes):
+        if problem := invalid_sizes(args, job.world_size, sizes):
             bench.refuse(problem)
         for name in filter(is_own, args.models):
-            own[name] = own_batch_size(bench, name, args.find_unused_parameters)
+            own[name] = try_on_all(bench, name, args.find_unused_parameters).samples
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
         columns = columns_of(args)
         for title, cases in tables.items():
-            labels = [label for name, _, key in cases for label in names_of_rows(name, key)]
-            form = SettingsTable(columns, [max(labels, key=len)])
+            form = SettingsTable(columns, rows_of, row_labels(cases))
             with bench.begin_table(title, columns, answer, form) as table:
                 for name, ranks, key in cases:
                     count = max(1, len(settings_of(key)))

@@ -1,31 +1,31 @@
 #!/usr/bin/env python3
-"""Which mesh is best for this model on these devices, and what does each axis of it cost?
+"""Which mesh trains a model fastest on these devices, and what does each of its axes cost?
 
-It trains one transformer with one global batch under every mesh, and times whole steps. A mesh is
-a product of axes over all ranks, such as dp4tp2, dp2pp4:1f1b or dp2ep4:
+Trains one transformer with one global batch under every mesh, and times whole steps. A mesh is a
+product of axes over all ranks, such as dp4tp2, dp2pp4:1f1b or dp2ep4:
 
-    dp8       FSDP2 (fully_shard); dp2x4 is HSDP, 2 replicas of 4 shards; ddp8, by itself, is DDP
-    tp8       tensor parallel, with sequence parallelism and loss_parallel
-    pp8:1f1b  pipeline: gpipe, 1f1b, interleaved, or the zero-bubble izb and zbv
-    cp8       context parallel by gathering keys and values; cp8:ring by context_parallel (CUDA)
-    ep8       expert parallel: a block has 8 experts for its MLP, tokens go to them by all-to-all
+    dp8       FSDP2 (fully_shard); dp2x4 is HSDP, 2 replicas of 4 shards; ddp8, on its own, is DDP
+    tp8       tensor parallelism, with sequence parallelism and loss_parallel
+    pp8:1f1b  pipeline parallelism: gpipe, 1f1b, interleaved, or izb and zbv (zero-bubble)
+    cp8       context parallelism that gathers keys and values; cp8:ring is context_parallel (CUDA)
+    ep8       expert parallelism: one block has 8 experts instead of an MLP, reached by all-to-all
 
-Each axis is also timed without its communication: the same code runs, in alternating blocks, on a
+Each axis is also timed without its communication: in alternating blocks, the same code runs on a
 twin of the mesh whose collectives return at once (torch's `fake` backend). A twin computes garbage.
 
-    exposed(axis) = step - step without the axis, whose collectives are fake
-    compute       = step with all axes fake
-    busy          = step without pp, the mean over the places of the pipeline
+    exposed(axis) = step - step without the axis, i.e. with fake collectives on that axis
+    compute       = step with fake collectives on all axes
+    busy          = step without pp, averaged over the pipeline ranks
     idle          = 1 - busy / step
+    theory        = (p - 1) / (v m + p - 1): p pipeline ranks, v stages on each, m microbatches
     gmean         = geometric mean over rounds of block medians
-    theory        = (p - 1) / (v m + p - 1): p places, v stages at each, m microbatches
 
     torchrun --nproc-per-node 4 benchmarks/parallel_sweep.py
     torchrun --nproc-per-node 8 benchmarks/parallel_sweep.py --model decoder-1.3b --dtype bf16 \\
         --mesh dp8,dp4tp2,dp2pp4:1f1b,dp2pp4:zbv,cp8 --json report.jsonl
 
-The loss and the gradient's norm of 3 steps are checked against one process. Written for this
-project, BSD-3-Clause. The function of each axis, to copy, is in benchmarks/workloads/axes.py.
+The loss and the gradient norm of 3 steps are checked against training in one process. To copy the
+code of an axis, see benchmarks/workloads/axes.py. Written for this project, BSD-3-Clause.
 """
 
 import argparse
@@ -42,7 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli  # first: it names a package that is missing
 
-# Before torch is imported, or NCCL's backend warns of a pipeline's first sends, amid the table.
+# Set before torch is imported: otherwise c10d's warnings about a pipeline's first sends interrupt
+# the table.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # isort: split
@@ -87,9 +88,9 @@ from common.stats import Disturbed, Times
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 
-TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to the first one
-# TFLOP/s in fp32 and bf16 of dense matrix products, accumulated in fp32, by the GPU's full name
-# without "NVIDIA ": a longer name is a part of one. From NVIDIA's datasheets, without sparsity
+TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to that of the first step
+# Peak TFLOP/s in fp32 and bf16 of dense matrix products accumulated in fp32, from NVIDIA's
+# datasheets, by the GPU's full name without "NVIDIA ". A MIG instance has a longer name.
 PEAKS: dict[str, tuple[float, float]] = {
     "A100-SXM4-40GB": (19.5, 312),
     "A100-SXM4-80GB": (19.5, 312),
@@ -110,17 +111,18 @@ PEAKS: dict[str, tuple[float, float]] = {
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    meshes = "meshes to train on (default with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)"
+    meshes = "meshes to measure (default with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)"
     add("--mesh", type=cli.list_of(parse_mesh), help=meshes)
     models = cli.By("decoder-124m", "decoder-nano")
     add("--model", choices=list(DECODERS), default=models, help="(default: %(default)s)")
-    dtype = "dtype of weights, gradients and optimizer (default: %(default)s)"
+    dtype = "dtype of weights, gradients and optimizer state (default: %(default)s)"
     add("--dtype", choices=list(DTYPES), default="fp32", help=dtype)
     number = partial(add, type=cli.positive_int, metavar="N")
-    number("--global-batch", help="total sequences in a step (default: 8 per rank, 4 on the CPU)")
+    batch = "sequences per step over all ranks (default: 8 per rank, 4 on the CPU)"
+    number("--global-batch", help=batch)
     number("--sequence-length", help="tokens per sequence (default: the model's)")
-    number("--microbatches", help="microbatches of a pipeline (default: 2 per rank of it)")
-    add("--no-breakdown", action="store_true", help="time only the steps, without twins")
+    number("--microbatches", help="microbatches of a pipeline (default: 2 per pipeline rank)")
+    add("--no-breakdown", action="store_true", help="time the steps only, without twins")
     cli.add_common_flags(parser, max_seconds=3)
     return parser.parse_args(argv)
 
@@ -129,8 +131,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def train_reference(key: Key, device: torch.device) -> Reference | str:
-    """The same training in one process, a sequence at a time; or why that failed."""
-    from benchmarks.workloads.axes import create  # takes seconds: --help does not wait for it
+    """The same training in one process, one sequence at a time; or why that failed."""
+    from benchmarks.workloads.axes import create  # slow to import: --help must not wait for it
 
     tokens, targets = random_text(config_of(key), key["global_batch"], seed=0)
     rows = list(zip(tokens.to(device).split(1), targets.to(device).split(1), strict=True))
@@ -142,12 +144,13 @@ def train_reference(key: Key, device: torch.device) -> Reference | str:
 
     try:
         return train_alone(create(key, device), rows, loss_of, weights)
-    except RuntimeError as error:  # a model that needs several devices has none
+    except RuntimeError as error:  # the model may be too large for one device
         return f"one process alone fails: {cli.describe(error)}"
 
 
 def square_norm(model: nn.Module, mesh: Mesh) -> float:
-    """This rank's part of |gradient|^2. Ranks that hold the same weight divide it among them."""
+    """This rank's contribution to |gradient|^2, such that the sum over all ranks counts every
+    weight once."""
     from benchmarks.workloads.axes import is_expert
 
     total = 0.0
@@ -164,7 +167,10 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
 
 
 def build(lr: float, job: Job, ranks_of_gpu: int, key: Key, group: Group) -> Workload:
-    """ranks_of_gpu: how many ranks share this rank's GPU."""
+    """The workload of a case: the step of a mesh, and those of its twins.
+
+    ranks_of_gpu: number of ranks that share this rank's GPU.
+    """
     from benchmarks.workloads.axes import train
 
     mesh = parse_mesh(key["mesh"])
@@ -174,9 +180,9 @@ def build(lr: float, job: Job, ranks_of_gpu: int, key: Key, group: Group) -> Wor
     losses: list[list[float]] = []
     norms: list[float] = []
     for _ in range(CHECKED_STEPS):
-        reset_peak(job.device)  # leaves out the full model that the shards were cut from
+        reset_peak(job.device)  # excludes the full model, from which the shards were cut
         losses.append([loss.item() for loss in trainer.step()])
-        memory = peak(job.device, before)  # before the norm, which gathers gradients
+        memory = peak(job.device, before)  # read before the norm, which gathers gradients
         norms.append(square_norm(trainer.model, mesh))
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     twins: dict[str, Step] = {}
@@ -192,15 +198,16 @@ def build(lr: float, job: Job, ranks_of_gpu: int, key: Key, group: Group) -> Wor
         twins,
         compared,
         facts=lambda: memory | {"losses": losses, "norms": norms},
-        launches=mesh.ep == 1,  # ep's counts wait for the device
+        launches=mesh.ep == 1,  # with ep the host waits for the token counts of the experts
     )
 
 
 def scatter_noise(key: Key, device: torch.device, ranks_of_gpu: int) -> None:
-    """Leave random numbers in the memory that twins will get. What a twin should have received is
-    what was there before, and GPUs multiply zeros faster: they take less power.
+    """Fill memory that the twins will allocate with random numbers, on CUDA.
 
-    The ranks of a GPU together take a quarter of what is free.
+    A buffer that a twin should have received keeps its old contents, and GPUs multiply zeros
+    faster, because that consumes less power. All ranks of a GPU together fill a quarter of its free
+    memory.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -210,24 +217,24 @@ def scatter_noise(key: Key, device: torch.device, ranks_of_gpu: int) -> None:
 
 
 def parts_of(mesh: Mesh) -> dict[str, list[str]]:
-    """What is timed beside the step, and the axes that do not communicate in it.
+    """The parts that are timed with the step, and the axes that do not communicate in each.
 
-    A mesh of one axis needs no part for that axis: without it nothing communicates.
+    In a mesh with one axis, the part without that axis is `compute`.
     """
     parts = {without(mesh, axis): [axis] for axis in mesh.axes}
     return parts | {"compute": mesh.axes}
 
 
 def without(mesh: Mesh, axis: str) -> str:
-    """The name of the part in which this axis does not communicate."""
+    """Name of the part in which this axis does not communicate."""
     return f"without {axis}" if len(mesh.axes) > 1 else "compute"
 
 
-# -- what rank 0 makes of it -----------------------------------------------------------------------
+# -- metrics and check, on rank 0 ------------------------------------------------------------------
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s that the device reaches at most; None on the CPU, and where PEAKS has no such GPU."""
+    """Peak FLOP/s of the device; None on the CPU and for a GPU that is not in PEAKS."""
     if device.type != "cuda":
         return None
     peaks = PEAKS.get(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
@@ -237,7 +244,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 def derive(
     reference: Reference | str, device: torch.device, case: Case, times: Times, facts: list[Any]
 ) -> None:
-    """Fill in the metrics and the check, on rank 0."""
+    """Fill in the metrics and the check."""
     key, metrics = case.key, case.metrics
     metrics |= training_metrics(times, key["global_batch"])
     metrics["tokens_per_s"] = metrics["samples_per_s"] * key["sequence_length"]
@@ -256,12 +263,12 @@ def derive(
 
 
 def check(reference: Reference | str, facts: list[Any], tolerance: float) -> str:
-    """Whether all ranks together train as one process does."""
+    """Whether all ranks together produce the losses and gradient norms of one process."""
     if isinstance(reference, str):
         return f"skipped: {reference}"
     norms = np.sqrt(np.sum([fact["norms"] for fact in facts], axis=0))
-    if wrong := compare_training("the gradient's norm", norms, reference.norms, tolerance):
-        return verdict(wrong)
+    if problem := compare_training("the gradient's norm", norms, reference.norms, tolerance):
+        return verdict(problem)
     losses = [fact["losses"] for fact in facts if fact["losses"][0]]  # [ranks, steps, microbatches]
     means = np.mean(losses, axis=(0, 2))
     wanted = np.mean(reference.losses, axis=1)
@@ -269,9 +276,10 @@ def check(reference: Reference | str, facts: list[Any], tolerance: float) -> str
 
 
 def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
-    """What each axis exposes, and how long each place of a pipeline computes and waits.
+    """The exposed time of each axis, and the busy and idle time of each pipeline rank.
 
-    A place is the ranks that have the same stages: one stage, or two, as the schedule says.
+    A pipeline rank stands for all ranks that have the same stages: one or two, depending on the
+    schedule.
     """
     metrics: dict[str, Any] = {"compute_s": times.mean("compute")}
     for axis in mesh.axes:
@@ -286,55 +294,57 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     if mesh.pp == 1:
         return metrics
 
-    def at_places(part: str) -> list[Any]:
-        """Seconds at each place of pp, [n], the outermost axis of the ranks. Its slowest counts."""
+    def by_pipeline_rank(part: str) -> list[Any]:
+        """Seconds of each pipeline rank, [n]: those of its slowest rank. pp is the outer axis."""
         return [ranks.max(axis=0) for ranks in np.split(times.each(part), mesh.pp)]
 
     def with_busy(seconds: Any) -> Times:
         return Times({"step": times.each(), "busy": [seconds]}, times.rounds)
 
-    busy_s = at_places(without(mesh, "pp"))
-    of_a_place = with_busy(np.mean(busy_s, axis=0))
-    metrics["pipeline_busy_s"] = of_a_place.mean("busy")
-    metrics["pipeline_idle"] = 1 - of_a_place.ratio("busy")
+    busy_s = by_pipeline_rank(without(mesh, "pp"))
+    average = with_busy(np.mean(busy_s, axis=0))
+    metrics["pipeline_busy_s"] = average.mean("busy")
+    metrics["pipeline_idle"] = 1 - average.ratio("busy")
     slots = mesh.stages // mesh.pp * microbatches
     metrics["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)
     metrics["stage_busy_s"] = [with_busy(seconds).mean("busy") for seconds in busy_s]
-    metrics["stage_compute_s"] = [with_busy(s).mean("busy") for s in at_places("compute")]
+    metrics["stage_compute_s"] = [with_busy(s).mean("busy") for s in by_pipeline_rank("compute")]
     metrics["stage_idle"] = [1 - with_busy(seconds).ratio("busy") for seconds in busy_s]
     return metrics
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- tables and answers ----------------------------------------------------------------------------
 
 
 def answer(cases: list[Case]) -> list[str]:
-    """How long a step takes under each mesh, and what each axis exposes of the shortest one."""
+    """The step time under each mesh, and the exposed time of each axis in the shortest step."""
     ordered = sorted(cases, key=lambda case: case.metrics["step_s"].value)
     steps = [f"{case.metrics['step_s']} under {case.name}" for case in ordered]
     sentences = [f"a step takes {', '.join(steps)}"]
     if len(steps) > 1:
-        sentences[0] += "; these were timed one after the other, analysis/ab.py takes turns"
+        how = "these were timed one after the other"
+        sentences[0] += f"; {how}; use analysis/ab.py --interleave to compare them"
     first, metrics = ordered[0].name, ordered[0].metrics
     if "compute_s" in metrics and (axes := parse_mesh(first).axes):
         step_s = metrics["step_s"].value
         exposed = {axis: metrics[f"exposed_{axis}_s"] for axis in axes}
         parts = [f"{axis} exposes {seconds.beside(step_s)}" for axis, seconds in exposed.items()]
-        sentence = f"of a step's {show_seconds(step_s)} under {first} {', '.join(parts)}"
+        sentence = f"of a step's {show_seconds(step_s)} under {first}, {', '.join(parts)}"
         cannot = any((seconds / metrics["step_s"]).above(1) for seconds in exposed.values())
         sentences.append(Disturbed(sentence) if cannot else sentence)
     return sentences
 
 
-def places_lines(case: Case) -> list[str]:
-    """`# pp2:1f1b, place 1: computes for 20.3 ms (19.9 to 21.1); busy for 22.0 ms (21.1 to 23.0) of
-    a step's 33.0 ms: idle 33 % (30 to 36)`, ..."""
+def pipeline_lines(case: Case) -> list[str]:
+    """`# pp2:1f1b, pp rank 0 computes for 20.3 ms (19.9 to 21.1), is busy for 22.0 ms (21.1 to
+    23.0) of a step's 33.0 ms, and is idle for 33 % (30 to 36) of it`, ..."""
     lines, metrics = [], case.metrics
-    for place, compute_s in enumerate(metrics.get("stage_compute_s", [])):
-        idle = metrics["stage_idle"][place].text("%", 100, 0)
-        busy = f"busy for {metrics['stage_busy_s'][place]} of a step's"
-        where = f"# {case.name}, place {place + 1}: computes for {compute_s}"
-        lines.append(f"{where}; {busy} {show_seconds(metrics['step_s'].value)}: idle {idle}")
+    for rank, compute_s in enumerate(metrics.get("stage_compute_s", [])):
+        computes = f"# {case.name}, pp rank {rank} computes for {compute_s}"
+        step = f"a step's {show_seconds(metrics['step_s'].value)}"
+        busy = f"is busy for {metrics['stage_busy_s'][rank]} of {step}"
+        idle = f"is idle for {metrics['stage_idle'][rank].text('%', 100, 0)} of it"
+        lines.append(f"{computes}, {busy}, and {idle}")
     return lines
 
 
@@ -363,7 +373,7 @@ LAST_COLUMNS: Columns = {
 
 
 def columns_of(meshes: list[Mesh]) -> Columns:
-    """With two columns for the exposed communication of each axis that a mesh has."""
+    """All columns, with three for the exposed communication of each axis that occurs."""
     columns = dict(FIRST_COLUMNS)
     for mesh in meshes:
         for axis in mesh.axes:
@@ -374,7 +384,7 @@ def columns_of(meshes: list[Mesh]) -> Columns:
 
 
 def title_of(key: Key, microbatches: int | None) -> str:
-    """The settings that all meshes share. microbatches: those that the user gave."""
+    """The settings that all meshes share. microbatches: as given by the user, otherwise None."""
     tokens, batch = f"{key['sequence_length']} tokens", f"global batch {key['global_batch']}"
     words = [key["model"], tokens, batch, key["dtype"], "SGD"]
     if key["experts"]:
@@ -384,12 +394,12 @@ def title_of(key: Key, microbatches: int | None) -> str:
     return ", ".join(words)
 
 
-# -- which cases -----------------------------------------------------------------------------------
+# -- the plan: which cases are measured ------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, meshes: list[Mesh], job: Job) -> tuple[str, list[Planned]]:
-    """The title of the table, and its cases: one of each mesh, on all ranks."""
-    sequences = 8 if job.device.type == "cuda" else 4  # of a rank
+    """The title of the table and its cases, one per mesh, each on all ranks."""
+    sequences = 8 if job.device.type == "cuda" else 4  # per rank
     shared = {
         "model": args.model,
         "dtype": args.dtype,
@@ -409,12 +419,14 @@ def plan(args: argparse.Namespace, meshes: list[Mesh], job: Job) -> tuple[str, l
 def main() -> int:
     args = parse_args()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # the check gathers
-    # torch 2.15 advises another backend once a run; docs/parallel_sweep.md has it
+    # the check gathers gradients, which DTensor warns about
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    # torch 2.15 recommends another backend once per run; see docs/parallel_sweep.md
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
-    # registers a backend `fake` whose collectives return at once; seen with torch 2.11, 2.14, 2.15
+    # registers the backend `fake`, whose collectives return at once. Private; seen to work with
+    # torch 2.11, 2.14 and 2.15
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
+    torch.set_flush_denormal(True)  # arithmetic on the garbage of a twin must not be slower
     with Benchmark("parallel_sweep", args) as bench:
         job, environment = bench.job, bench.report.environment
         meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
@@ -437,7 +449,7 @@ def main() -> int:
         with bench.begin_table(title, columns_of(meshes), answer) as table:
             for name, _, key in cases:
                 bench.measure(key, name, begin, end)
-        lines = [line for case in table.passed for line in places_lines(case)]
+        lines = [line for case in table.passed for line in pipeline_lines(case)]
         if lines:
             bench.print("\n" + "\n".join(lines))
     return bench.status

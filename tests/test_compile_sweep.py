@@ -306,10 +306,10 @@ def test_the_answer() -> None:
     cases = [of(), pays, of(vs_eager=Estimate(0.5, 0.4, 0.6)), of(vs_eager=Estimate(2))]
     assert compile_sweep.answer(cases) == [
         "m, fp32: whole steps of x are 2.00 times (1.50 to 2.75) as fast as eager ones; "
-        "compiling pays after 1,234 steps (900 to 2,000)",
+        "compiling pays off after 1,234 steps (900 to 2,000)",
         "m, fp32: whole steps of x are 0.50 times (0.40 to 0.60) as fast as eager ones; "
-        "compiling does not pay",
-        "m, fp32: x and eager cannot be told apart: 2.00 times (no interval) as fast",
+        "compiling does not pay off",
+        "m, fp32: x and eager do not differ significantly: 2.00 times (no interval) as fast",
         "m, fp32: a step takes "
         + ", ".join(["20.0 ms (10.0 to 30.0) by x"] * 4)
         + "; these were timed one after the other, so they are not ranked; --interleave compares "
@@ -377,7 +377,7 @@ def test_the_fastest_setting_beats_every_other_one() -> None:
     few = compile_sweep.rows_of(interleaved(4, ddp_eager=[0.02], fsdp2_eager=[0.01]))
     (told,) = compile_sweep.answer(few)  # 4 rounds have no interval
     assert told.endswith(
-        "fsdp2 eager and ddp eager do not differ significantly: 2.00 times (no interval)"
+        "fsdp2 eager and ddp eager do not differ significantly: 2.00 times (no interval) as fast"
     )
 
 
@@ -438,7 +438,7 @@ def test_one_process_alone() -> None:
     losses = [row[1] for row in reference.losses]  # of rank 9
     assert compile_sweep.check(key, 9, losses, reference, 1) == "passed"
     uncompiled = compile_sweep.check(key, 9, losses, reference, 0)
-    assert uncompiled == "failed: inductor compiled nothing: dynamo has made no graph of the model"
+    assert uncompiled == "failed: inductor compiled nothing: dynamo captured no graph of the model"
     losses[2] *= 1.01
     failed = compile_sweep.check(key, 9, losses, reference, 1)
     assert failed.startswith("failed: the loss of rank 9 in step 3 is ")

@@ -152,7 +152,7 @@ def test_labels_and_sets_of_ranks() -> None:
     assert ddp_sweep.sizes_of([2, "nodes"], 20, 8) == [2, 8, 16, 20]
     args: Any = SimpleNamespace(global_batch=8)
     line = "--global-batch 8 is not divisible by 3 ranks; try --world-sizes 1,2"
-    assert ddp_sweep.refused(args, 3, [1, 2, 3]) == line
+    assert ddp_sweep.invalid_sizes(args, 3, [1, 2, 3]) == line
 
 
 def test_the_metrics_of_a_case_by_hand() -> None:

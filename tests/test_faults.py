@@ -81,7 +81,7 @@ def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
 @pytest.mark.parametrize(
     ("flags", "fault", "status", "reason", "cases"),
     [
-        ((*SHORT[:-1], "4"), None, 2, "--world-sizes 4 is more than 2 ranks; e.g.", 0),
+        ((*SHORT[:-1], "4"), None, 2, "--world-sizes 4 exceeds the 2 ranks of this job", 0),
         (SHORT, "drifting-replica", 1, "the parameters of rank 1 differ from rank", 2),
         (SHORT, "full-disk", 1, "too large; it holds the cases before this one", 1),
         (SHORT, "reader-gone", 1, "error: stdout: Broken pipe; ", 0),

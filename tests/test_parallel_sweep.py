@@ -47,7 +47,7 @@ def test_a_wrong_average_fails_its_mesh_and_no_other(bench: Callable[..., Any]) 
     for case, axis in zip(right, ("dp", "tp", "pp"), strict=True):
         exposed = {f"exposed_{each}_s" for each in ("dp", "tp", "pp", "cp", "ep")}
         assert exposed & set(case.metrics) == {f"exposed_{axis}_s"}
-    assert "\n# pp2:1f1b, place 2: computes for " in run.out
+    assert "\n# pp2:1f1b, pp rank 1 computes for " in run.out
 
 
 @pytest.mark.faults

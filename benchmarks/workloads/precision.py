@@ -1,18 +1,25 @@
-"""The precision of fp32 on CUDA, in matrix products and in convolutions, by the name of a dtype."""
+"""--dtype: the precision of float32 matrix products and convolutions on CUDA, and its name."""
 
 import torch
 
-# how matrix products are computed, and whether convolutions are in TF32. `default` is what torch
-# had before anyone set them
+# The precision of matrix products, and whether convolutions use TF32. `default` is what torch had
+# before any script changed it.
 PRECISION = {
     "default": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
     "fp32": ("highest", False),
     "tf32": ("high", True),
 }
+DTYPE_HELP = (
+    "default (torch's own setting: TF32 in convolutions, not in matrix products), fp32, tf32, or "
+    "bf16 by autocast (default: default)"
+)
 
 
 def set_precision(dtype: str) -> None:
-    """How fp32 products and convolutions are computed on CUDA. `default` by itself sets nothing."""
+    """Set the precision of float32 matrix products and convolutions on CUDA for a --dtype.
+
+    `default` restores torch's own setting. bf16 uses autocast, with everything else as in fp32.
+    """
     products, convolutions_in_tf32 = PRECISION.get(dtype, PRECISION["fp32"])
     now = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     if now != (products, convolutions_in_tf32):
@@ -21,7 +28,7 @@ def set_precision(dtype: str) -> None:
 
 
 def name_precision(dtype: str, device: torch.device) -> str:
-    """A dtype as the title of a table has it."""
+    """The name of a --dtype in titles and sentences."""
     in_tf32 = device.type == "cuda" and PRECISION["default"][1] and torch.cuda.is_tf32_supported()
     default = "torch's default precision" + (" (TF32 in convolutions)" if in_tf32 else "")
     return default if dtype == "default" else dtype

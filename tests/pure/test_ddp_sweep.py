@@ -191,9 +191,9 @@ def test_settings_of_a_key_and_cases_of_interleave() -> None:
             *(("no ddp", 1), ("1M/1R", 1), ("1M/2R", 2))
         ]
         assert cases[2][2]["settings"] == "25MB none, 25MB bf16, 0.1MB none, 0.1MB bf16"
-        assert ddp_sweep.settings_of(cases[2][2]) == ddp_sweep.swept(args)
+        assert ddp_sweep.settings_of(cases[2][2]) == ddp_sweep.all_settings(args)
         assert ddp_sweep.settings_of(cases[0][2]) == []
-        assert ddp_sweep.names_of_rows("x", cases[1][2])[1] == "x 25MB bf16"
+        assert ddp_sweep.row_labels(cases)[:2] == ["no ddp", "1M/1R 25MB none"]
     args.interleave = False
     names = [name for name, _, _ in next(iter(ddp_sweep.plan(args, job, [2], {}).values()))]
     labels = ("25MB none", "25MB bf16", "0.1MB none", "0.1MB bf16")
@@ -242,8 +242,8 @@ def test_what_ddp_adds_may_be_nothing_measurable() -> None:
 def test_a_line_says_why_there_is_no_overlap() -> None:
     longer, hidden = row(Estimate(0.3, 0.2, 0.4), 0.25), row(Estimate(0.3, 0.2, 0.4), 0.35)
     assert ddp_sweep.no_overlap([longer, hidden]) == (
-        "# overlap is - for 1M/2R: exposed exceeds communication alone: computing and "
-        "communicating slow each other down"
+        "# no overlap for 1M/2R: exposed exceeds communication alone, because computation and "
+        "communication slow each other down"
     )
     # where exposed may be nothing, the sentence says so
     assert (
