@@ -33,7 +33,6 @@ def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
         # 3 trainers: 20 checked steps, 1 of warm-up, 12 timed ones and one before each block
         assert sum(len(update["trainers"]) for update in log) >= 3 * (20 + 1 + 12)
         assert f"log of {case.name}, {len(log)} of {len(log)} updates; seconds of the s" in run.out
-    assert re.search(r"^ +\d+\.\d{6}  got trainer\d, 2 of 2\n.* update 1: ", run.out, re.MULTILINE)
 
 
 @faults

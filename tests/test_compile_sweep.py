@@ -38,7 +38,6 @@ def test_ones_own_model_by_every_strategy(bench: Callable[..., Any]) -> None:
         m, ranks = case.metrics, 1 if strategy == "none" else 2
         assert case.check == "passed"
         assert [len(rows) for rows in case.samples_s["forward+backward"]] == [2] * ranks
-        assert m["samples_per_s"].value == pytest.approx(6 * ranks / m["step_s"].value)
         assert m["fsdp_units"] == (3 if strategy.startswith("fsdp") else 0)
         compiled = backend == "aot_eager"
         assert (m["graphs"] > 0) == (m["start_s"] > 0) == ("vs_eager" in m) == compiled
@@ -121,7 +120,6 @@ def test_the_gpt_2_of_readme(
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
     save_module("mine.py", tmp_path, ROOT / "README.md")
-    assert len((tmp_path / "mine.py").read_text().splitlines()) <= 12
     monkeypatch.chdir(tmp_path)
     model = ("--model", "mine:gpt2?batch=2&layers=1&width=48&length=16")
     run = bench("benchmarks/ddp_sweep.py", *model, "--world-sizes", "2", "--iters", "1")
@@ -535,16 +533,6 @@ def test_what_fsdp_means(flags: str, strategies: list[str], wrap: bool) -> None:
     assert {key["strategy"]: key["fsdp_wrap"] for _, _, key in cases} == {
         strategy: wrap and strategy.startswith("fsdp") for strategy in strategies
     }
-
-
-def test_one_graph_under_ddp_is_in_the_title_and_the_keys_of_ddp() -> None:
-    flags = "--device cpu --strategies ddp,fsdp2 --backends eager,aot_eager"
-    args = compile_sweep.parse_args([*flags.split(), "--dynamo-no-optimize-ddp"])
-    job: Any = Namespace(world_size=2, device=CPU)
-    ((title, cases),) = compile_sweep.plan(args, job, {}).items()
-    assert title.endswith(", one graph under DDP")
-    changed = [name for name, _, key in cases if key["dynamo_no_optimize_ddp"]]
-    assert changed == ["ddp aot_eager"]
 
 
 def test_the_tenth_backend_is_started_as_the_first_one() -> None:

@@ -34,7 +34,6 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
         assert min(phases) > 0
         assert 10 * sum(phases) <= 1.001 * mean
         assert m["samples"] == sum(trainer["samples"] for trainer in m["trainers"])
-        assert m["samples_per_s"].value == pytest.approx(m["samples"] / m["epoch_s"].value)
         slowest = max(trainer["epoch_s"].value for trainer in m["trainers"])
         assert m["epoch_s"].value >= slowest
     rows = re.findall(r"^(All|Trainer\d) ", run.out, re.MULTILINE)

@@ -23,21 +23,11 @@ SMALL = (*SHORT, "--model", "mobilenet_v3_small", "--image-size", "32")
 smoke = pytest.mark.smoke
 
 
-def quotients(text: str, ranks: int = 1) -> int:
-    """The number of rows with an efficiency. Each is the quotient of what is printed beside it, one
-    rank / (ranks * step), within the rounding of the three numbers."""
-    count = 0
-    for row in table(text, "efficiency (%)", "one rank gmean (ms)", "step gmean (ms)"):
-        if row["efficiency (%)"] == "-":
-            continue
-        one, step = float(row["one rank gmean (ms)"]), float(row["step gmean (ms)"])
-        quotient = 100 * one / (ranks * step)
-        rounding = 0.05 + quotient * (0.005 / one + 0.005 / step) + 1e-9
-        assert float(row["efficiency (%)"]) == pytest.approx(quotient, abs=rounding)
-        exposed, local = float(row["exposed commun. (ms)"]), row["local compute gmean (ms)"]
-        assert exposed == pytest.approx(step - float(local), abs=0.015 + 1e-9)
-        count += 1
-    return count
+def efficiencies(text: str) -> list[str]:
+    """The efficiency of each row that has one. conftest.py checks that each is the quotient of the
+    times beside it."""
+    rows = table(text, "efficiency (%)", "one rank gmean (ms)", "step gmean (ms)")
+    return [row["efficiency (%)"] for row in rows if row["efficiency (%)"] != "-"]
 
 
 @smoke
@@ -54,7 +44,7 @@ def test_two_ranks_with_and_without_a_hook(bench: Callable[..., Any]) -> None:
     p50 = last.metrics["step_s"].value  # with 2 rounds a median
     assert float(row["p50 sec/iter"]) == pytest.approx(p50, rel=0.06)
     assert row["p50 ex/sec/dev"] == f"{2 / p50:.1f}"  # the batch of a rank
-    assert quotients(run.out) == 2
+    assert len(efficiencies(run.out)) == 2
     # the question first: the breakdown stands before percentiles and rates
     assert run.out.index("efficiency") < run.out.index("Percentiles and rates: mobilenet")
 
@@ -75,10 +65,7 @@ def test_odd_numbers_of_ranks_and_ones_own_model(
     assert "\nmine:idle, batch size 3 a rank (weak scaling), torch's" in run.out
     names = [case.name for case in run.report.cases]
     assert names == ["no ddp", "1M/1R", "1M/3R", "1M/5R"]
-    for case in run.report.cases:
-        rate = case.metrics["samples_per_s"].value
-        assert case.check == "passed"
-        assert rate == pytest.approx(3 * len(case.ranks) / case.metrics["step_s"].value)
+    assert {case.check for case in run.report.cases} == {"passed"}
 
 
 ONE_RANK_DIFFERS = """
@@ -126,7 +113,7 @@ def test_strong_scaling(bench: Callable[..., Any]) -> None:
     assert "\nmobilenet_v3_small, global batch 8 (strong scaling), 32 px, " in run.out
     cases = run.report.cases
     assert [(case.name, case.key["batch_size"]) for case in cases] == [("1M/1R", 8), ("1M/2R", 4)]
-    assert quotients(run.out, ranks=2) == 1
+    assert len(efficiencies(run.out)) == 1
 
 
 @smoke
@@ -250,15 +237,10 @@ def test_settings_in_turns(bench: Callable[..., Any]) -> None:
     assert case.rounds == [1] * 12
     assert "settings" not in no_ddp.key
     assert case.check == "passed"
-    assert quotients(run.out) == 4
-    first, *others = table(run.out, "vs first", "simult. 95% ci")[1:]
-    assert [row[""] for row in (first, *others)] == [f"1M/2R {label}" for label in labels]
-    assert first["vs first"] == "-"
-    for row in others:
-        steps = [float(each["step gmean (ms)"]) for each in (first, row)]
-        speed = steps[0] / steps[1]
-        rounding = 0.005 + speed * (0.005 / steps[0] + 0.005 / steps[1]) + 1e-9
-        assert float(row["vs first"]) == pytest.approx(speed, abs=rounding)
+    assert len(efficiencies(run.out)) == 4
+    rows = table(run.out, "vs first", "simult. 95% ci")[1:]
+    assert [row[""] for row in rows] == [f"1M/2R {label}" for label in labels]
+    assert [row["vs first"] == "-" for row in rows] == [True, False, False, False]
     assert "alone" not in run.out.split("Percentiles and rates: ")[0].split("vs")[1]
     said = run.report.end["answer"]
     begin = "tests.own_models:gpt, torch's default precision"

@@ -64,15 +64,6 @@ def test_an_edited_model_is_another_model(
     assert run.status == 0, run.err
 
 
-def test_an_edited_script_is_another_program(bench: Callable[..., Any], checkout: Path) -> None:
-    """Without git both versions are called `unknown`."""
-    assert bench(str(checkout), *FEW, ranks=1).status == 0
-    edit(checkout)
-    run = bench(str(checkout), *FEW, "--resume", ranks=1)
-    assert run.status != 0
-    assert "has contents of collectives.py " in run.reason
-
-
 def test_a_resumed_run_marks_the_rows_of_before(bench: Callable[..., Any]) -> None:
     """What was not checked is measured again; the report has the arguments of both parts."""
     assert bench("benchmarks/collectives.py", *FEW, "-c", "0", ranks=1).status == 0

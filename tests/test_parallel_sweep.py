@@ -20,10 +20,7 @@ def test_meshes_pass_their_check(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SMALL, *flags, ranks=4)
     assert run.status == 0, run.out + run.err
     assert [case.key["mesh"] for case in run.report.cases] == meshes
-    for case in run.report.cases:
-        assert case.check == "passed"
-        rate = case.metrics["tokens_per_s"].value
-        assert rate == pytest.approx(8 * 32 / case.metrics["step_s"].value)
+    assert {case.check for case in run.report.cases} == {"passed"}
 
 
 @pytest.mark.smoke

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -92,13 +90,3 @@ def test_the_verdict_is_that_of_the_reports() -> None:
     printed = compare.show(compare_runs(base, test, design))
     for line in printed.splitlines()[1:]:
         assert single_blanks(line.removeprefix("# ")) in FOLDED
-
-
-# Tests of the scripts run commands like those of the other steps.
-@pytest.mark.smoke
-def test_a_command_runs(bench: Callable[..., Any]) -> None:
-    launcher, flags = MEASURED["collectives.jsonl"][:3], MEASURED["collectives.jsonl"][3:-2]
-    assert launcher == ["torchrun", "--nproc-per-node", "2"]
-    run = bench(*flags, "--device", "cpu", "--warmup-iters", "1", "--iters", "6")
-    assert run.status == 0, run.err
-    assert {case.check for case in run.report.cases} == {"passed"}

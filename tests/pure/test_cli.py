@@ -120,14 +120,6 @@ def test_a_stderr_that_is_given_up_changes_no_status() -> None:
         assert subprocess.run(command, cwd=cli.ROOT, env=buffered, stderr=full).returncode == 2
 
 
-@pytest.mark.parametrize(("rank", "lines"), [("0", True), ("1", False)])
-def test_rank_0_prints_the_help(rank: str, lines: bool, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit, match="0"):
-        cli.Parser("A question?").parse_args(["--help"])
-    assert ("A question?" in capsys.readouterr().out) == lines
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_the_flags_of_a_script(path: Path, capsys: Any, monkeypatch: Any) -> None:
     """None is an ambiguous prefix of torchrun's: before Python 3.12 argparse takes flags after the

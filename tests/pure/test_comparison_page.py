@@ -20,7 +20,7 @@ from analysis.report import sections_of
 from analysis.verdicts import Design, compare
 from tests.pure.pages import lines_of, page_of, tables_of
 from tests.pure.reports import alike, case, estimate, run, start, write
-from tests.pure.tables import UNITS, rows_of
+from tests.pure.tables import rows_of
 
 COLUMNS = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
 NAMES = ("no ddp", "1M/2G", "1M/2G bf16")
@@ -63,9 +63,6 @@ def assert_agree(page: str, printed: str) -> None:
     by_name = [dict(zip(header, row, strict=True)) for row in rows]
     columns = [*COLUMNS[:4], *(name for name in header if "interval" in name), header[1]]
     assert [[row[name] for name in columns] for row in by_name] == rows_of(printed)
-    for row in by_name:
-        if row["BASE"] not in ("", "-"):
-            assert_divided(row["BASE"], row["TEST"], row["TEST is"])
     told = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ")]
     headline, *notes = [
         line for line in told[2:] if not re.match(r"warning: |environment: |THE HARD|BASE: ", line)
@@ -73,16 +70,6 @@ def assert_agree(page: str, printed: str) -> None:
     assert headline in lines_of(page, "answer")
     assert set(notes) <= set(lines_of(page, "")) | set(lines_of(page, "answer"))
     assert set(told[:2]) <= set(lines_of(page, "detail"))
-
-
-def assert_divided(base: str, test: str, ratio: str) -> None:
-    """`1.20x slower` is TEST / BASE of the printed times."""
-    base_s, test_s = (float(x) * UNITS[unit] for x, unit in (base.split(), test.split()))
-    quotient = test_s / base_s
-    match = re.fullmatch(r"([\d.]+)x(?: (slower|faster))?", ratio)
-    assert match
-    shown = 1 / quotient if match[2] == "faster" else quotient
-    assert float(match[1]) == pytest.approx(shown, abs=0.0051 + 1e-3 * shown)
 
 
 @pytest.mark.parametrize(

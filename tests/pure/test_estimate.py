@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from common.report import Case, Estimate, Report, load
-from common.stats import Times
 
 
 def test_a_ratio_holds_where_both_numbers_hold() -> None:
@@ -66,14 +65,3 @@ def test_a_report_keeps_an_estimate_at_any_depth(tmp_path: Path) -> None:
     line = json.loads(path.read_text().splitlines()[1])
     assert line["metrics"]["step_s"] == {"value": 1.5, "low": 1, "high": 2}
     assert load(str(path)).cases[0].metrics == metrics
-
-
-def test_a_ratio_of_parts_is_taken_within_rounds() -> None:
-    """The machine is twice as slow in the second half; the ratio stays. One rank timed the part."""
-    step = [4.0] * 8 + [8.0] * 8
-    times = Times({"step": [step, [1.0] * 16], "one": [[x * 0.75 for x in step]]}, [2] * 8)
-    ratio = times.ratio("one")
-    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.75, 0.75, 0.75))
-    # geometric means over rounds: sqrt(4 * 8) = 5.657 and three quarters of it
-    assert times.mean().value == pytest.approx(5.65685, rel=1e-5)
-    assert times.beyond("one").value == pytest.approx(1.41421, rel=1e-5)

@@ -15,6 +15,7 @@ from analysis.compare import show
 from analysis.load import load
 from analysis.verdicts import Comparison, Design, compare
 from tests.pure.reports import case, run, runs, start, write
+from tests.pure.tables import UNITS
 
 FAILED = case("no ddp", check="failed: wrong average", samples_s={}, rounds=[])
 BUSY: dict[str, Any] = {"others": [[1.9, 2]]}
@@ -259,7 +260,6 @@ def test_a_command_that_copies_a_cached_report_has_one_run(tmp_path: Path) -> No
 
 # -- what is printed agrees ------------------------------------------------------------------------
 
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 ROW = re.compile(
     r"^(\S.*?) {2,}([\d.]+) (s|ms|us) +([\d.]+) (s|ms|us) +([\d.]+)x( slower| faster)?"
 )

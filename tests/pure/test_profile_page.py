@@ -27,12 +27,8 @@ def test_the_page_shows_what_is_printed() -> None:
     assert textwrap.indent(done.stdout.rstrip(), "    ", lambda line: line != "\n") in PAGE
 
 
-def test_files_are_small() -> None:
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 200_000
-
-
-def test_the_sentences_have_the_numbers_of_the_traces() -> None:
-    """Counted here from the events, without analysis/."""
+def test_the_page_has_the_numbers_of_the_traces() -> None:
+    """Computed here from the events, without analysis/."""
     calls = []  # of each rank: milliseconds, in three steps
     for path in TRACES:
         found = [event for event in events(path) if event["name"] == "gloo:all_reduce"]
@@ -41,15 +37,15 @@ def test_the_sentences_have_the_numbers_of_the_traces() -> None:
         assert {tuple(event["args"]["Input Dims"][0]) for event in found} == {(2**18,)}
         calls.append(sum(event["dur"] for event in found) / 1e3 / 3)
     # rank 0's calls overlap, rank 1's do not
-    assert f"{calls[1]:.5g} ms of a step" in re.sub(r"\s+", " ", PAGE)
+    assert f" {calls[1]:.5g} ms " in re.sub(r"\s+", " ", PAGE)
     alone = []
     for line in (FOLDER / "collectives.jsonl").read_text().splitlines()[1:-1]:
         case = json.loads(line)
         if case["key"]["size_bytes"] == 2**20:
             names = ("out_of_place_time_s", "in_place_time_s")
             alone = [case["metrics"][name]["value"] * 4e3 for name in names]
-    assert f"take {min(alone):.5g} ms on this machine" in re.sub(r"\s+", " ", PAGE)
-    assert f"so that the ratio is {calls[1] / min(alone):.2f} (" in re.sub(r"\s+", " ", PAGE)
+    assert f" {min(alone):.5g} ms " in re.sub(r"\s+", " ", PAGE)
+    assert f" {calls[1] / min(alone):.2f} (" in re.sub(r"\s+", " ", PAGE)
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))

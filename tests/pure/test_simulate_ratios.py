@@ -3,7 +3,6 @@ narrower than medians beside a neighbour that comes and goes."""
 
 import pytest
 
-from tests.process import ROOT
 from tests.simulate_ratios import WORLDS, judged
 
 
@@ -16,8 +15,3 @@ def test_the_interval_of_a_ratio_holds(world: str) -> None:
 def test_a_neighbour_that_comes_and_goes_widens_medians_more() -> None:
     widths = [judged(name, "neighbour, 3", 12, 4, 60)[1] for name in ("geometric means", "medians")]
     assert widths[0] < 0.7 * widths[1]
-
-
-def test_the_page_has_the_table() -> None:
-    page = (ROOT / "docs" / "measuring.md").read_text()
-    assert all(f"    {world} " in page for world in WORLDS)

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.process import ROOT
-from tests.simulate_verdicts import BESIDE, CASES, beside, by_ab, by_compare, share
+from tests.simulate_verdicts import beside, by_ab, by_compare, share
 
 LIMITS = {  # how many simulations, the least and the most
     "the same, if TEST varies 3 times as much | 95 %": (100, 0.85, 1),
@@ -23,11 +22,6 @@ def test_errors_are_as_rare_as_promised(name: str) -> None:
     assert least <= share(name, count) <= most
 
 
-def test_the_page_names_what_is_simulated() -> None:
-    page = (ROOT / "docs" / "compare.md").read_text()
-    assert all(f"| {name} | " in page for name in CASES)
-
-
 @pytest.mark.parametrize("how", [by_ab, by_compare])
 def test_equal_programs_beside_another_one_are_not_called_different(how: Any) -> None:
     for condition in ("(b) a busy loop throughout", "(c) a busy loop every 10 s"):
@@ -38,8 +32,3 @@ def test_a_steady_load_hides_no_change_from_pairs_and_leaves_no_verdict_without(
     condition = "(d) 30 % of the cores"
     assert beside(by_ab, condition, 0.1, 6)[2] == 1
     assert beside(by_compare, condition, 0.1, 6)[1] == 1
-
-
-def test_the_page_has_each_condition() -> None:
-    page = (ROOT / "docs" / "measuring.md").read_text()
-    assert all(f"| {condition} | " in page for condition in BESIDE)

@@ -104,7 +104,8 @@ def test_cases_of_compile_sweep() -> None:
     """`none` is the first rank alone; without flags all strategies, eager and inductor."""
     args = compile_sweep.parse_args(["--device", "cpu", "--dynamo_no_optimize_ddp"])
     job: Any = Namespace(world_size=2, device=CPU)
-    (cases,) = compile_sweep.plan(args, job, {}).values()
+    ((title, cases),) = compile_sweep.plan(args, job, {}).items()
+    assert title.endswith(", one graph under DDP")
     assert {name: ranks for name, ranks, _ in cases} == {
         **dict.fromkeys(("none eager", "none inductor"), 1),
         **dict.fromkeys(("ddp eager", "ddp inductor", "fsdp2 eager", "fsdp2 inductor"), 2),

@@ -302,9 +302,6 @@ def test_ab_with_commands_that_write_no_report(out: Path) -> None:
     assert report.cases[0].samples_s == {"step": [[0.1001, 0.1011, 0.1021, 0.1031, 0.1041]]}
     (both,) = {len(run.loads) for run in load([str(out)])}
     assert both == 1  # the load is recorded
-    again = run("ab.py", *words_of(out, "100 x", "200 x"))
-    assert again.stdout == done.stdout
-    assert "round 2 of 2, 2 commands, is already complete" in again.stderr
     other = run("ab.py", *words_of(out, "100 x", "200 x", "--skip", "2"))
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
     assert "its plan lacks skip: 2; choose another --out" in other.stderr
@@ -362,9 +359,3 @@ def test_a_folder_of_logs_without_one(tmp_path: Path) -> None:
 def test_codes_of_a_terminal_are_left_out() -> None:
     for codes in ("\x1b[1;31m", "\x1b]0;title\x07", "\x1b]8;;x\x1b\\", "\x1b[2K", "\x1bM"):
         assert step_logs.CODES.sub("", f"a{codes}b") == "ab"
-
-
-def test_a_pattern_is_refused_by_its_type() -> None:
-    for words, expected in (("x", "a group around the number"), ("(", "missing \\), unterminated")):
-        with pytest.raises(argparse.ArgumentTypeError, match=expected):
-            pattern(words)

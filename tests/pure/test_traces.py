@@ -2,7 +2,6 @@
 counting on a grid."""
 
 import gzip
-import json
 import random
 import re
 from collections import Counter
@@ -24,6 +23,7 @@ from common.observe.trace import (
     write,
 )
 from tests.pure.reports import run
+from tests.pure.traces import save, table
 
 
 def event(cat: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> Any:
@@ -37,19 +37,6 @@ def launched(
     """A kernel, and the call of the host that launched it."""
     call = event("cuda_runtime", "cudaLaunchKernel", at, at + 1, correlation=at)
     return [call, event(cat, name, start, end, correlation=at, **args)]
-
-
-def save(path: Path, events: list[Any], **more: Any) -> str:
-    path.write_text(" \n" + json.dumps({"traceEvents": events} | more))
-    return str(path)
-
-
-def table(*paths: str) -> list[list[str]]:
-    """What the command prints: the cells of each line, split where two blanks or more stand."""
-    done = run("trace.py", *paths)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line and not line.startswith("--")]
-    return [re.split(r"\s{2,}", line.strip()) for line in lines]
 
 
 def test_a_trace_of_nccl(tmp_path: Path) -> None:
