@@ -1,4 +1,4 @@
-"""The tables of a page of report.py, read back from its HTML."""
+"""Read the tables and paragraphs of a page of report.py from its HTML."""
 
 import html
 import re
@@ -8,7 +8,7 @@ from tests.pure.reports import run
 
 
 def page_of(folder: Path, *words: str) -> str:
-    """The page that report.py makes of these words."""
+    """The page that report.py writes for these arguments."""
     path = folder / "page.html"
     done = run("report.py", *words, "-o", str(path))
     assert done.returncode == 0, done.stderr
@@ -20,7 +20,7 @@ def text_of(markup: str) -> str:
 
 
 def tables_of(page: str) -> dict[str, list[list[str]]]:
-    """Title -> the rows of cells, with the header. Of several with one title the first one."""
+    """Title -> rows of cells, including the header. Of several tables with a title, the first."""
     found: dict[str, list[list[str]]] = {}
     for table in re.findall(r"<table\b.*?</table>", page, re.DOTALL):
         (title,) = re.findall(r"<caption>(.*?)</caption>", table, re.DOTALL)

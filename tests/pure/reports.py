@@ -1,4 +1,4 @@
-"""Reports for the tests of analysis/: written here, by hand or by a small command."""
+"""Reports for the tests of analysis/, and a way to run its scripts in this process."""
 
 import gc
 import io
@@ -21,12 +21,12 @@ SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}  # ab.py
 
 
 def estimate(value: Any, low: Any = None, high: Any = None) -> dict[str, Any]:
-    """An estimated metric, as a report has it."""
+    """An estimate in the form that a report stores."""
     return {"value": value, "low": low, "high": high}
 
 
 def case(name: str, times: Sequence[Any] = (0.1,), **changes: Any) -> dict[str, Any]:
-    """A case of one rank whose step took these seconds."""
+    """A case of one rank. times: the seconds of each step."""
     line = {
         "key": {"setting": name, "model": "resnet18", "batch_size": 8},
         "name": name,
@@ -41,18 +41,21 @@ def case(name: str, times: Sequence[Any] = (0.1,), **changes: Any) -> dict[str, 
     return line | changes
 
 
-STARTS = itertools.count()  # no two reports are copies of one run
+STARTS = itertools.count()  # so that no two reports are copies of one run
 
 
 def start(hour: int = 0) -> str:
-    """Another moment in this hour of 2026-01-01 in each call."""
+    """A different time within this hour of 2026-01-01 for each call."""
     minute, second = divmod(next(STARTS) % 3600, 60)
     return f"2026-01-01T{hour:02}:{minute:02}:{second:02}+00:00"
 
 
 def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
-    """A complete report of ddp_sweep at `path`; `changes` of its first line, or its status, or what
-    other processes used of the cores (others; None: not recorded)."""
+    """Write a complete report of ddp_sweep.py and return its path.
+
+    changes: entries of the first line; `status` of the last line, None for no last line; `others`,
+    the cores that other processes used on each node, None if that was not recorded.
+    """
     status, others = changes.pop("status", "complete"), changes.pop("others", [[0.0, 2]])
     about = {"torch": "2.15.0", "world_size": 2, "devices": ["a CPU"], "hosts": ["vm"]}
     head = {"schema": "torchrun-bench/3", "benchmark": "ddp_sweep", "environment": about}
@@ -67,7 +70,7 @@ def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
 
 
 def runs(folder: Path, times: Sequence[float], name: str = "no ddp", **changes: Any) -> str:
-    """A folder of reports, one a time in seconds, started an hour apart."""
+    """A folder of reports, one for each time in seconds, started an hour apart."""
     for i, seconds in enumerate(times):
         head = {"started_at": start(i)} | changes
         write(folder / f"{i:02}.jsonl", case(name, [seconds] * 5), **head)
@@ -75,13 +78,13 @@ def runs(folder: Path, times: Sequence[float], name: str = "no ddp", **changes: 
 
 
 def alike(count: int, seconds: float, seed: int, scatter: float = 0.01) -> list[float]:
-    """Times of runs that differ by a standard deviation of `scatter`."""
+    """Times of equal runs, with a relative standard deviation of `scatter`."""
     rng = random.Random(seed)
     return [seconds * (1 + rng.gauss(0, scatter)) for _ in range(count)]
 
 
 def run(script: str, *words: str) -> CompletedProcess[str]:
-    """A script of analysis/ as its user runs it, but in this process, which has its imports."""
+    """Run a script of analysis/ in this process, which has already imported its packages."""
     path = str(ROOT / "analysis" / script)
     out, err = io.StringIO(), io.StringIO()
     status: Any = 0

@@ -1,4 +1,4 @@
-"""The table of a comparison against the JSON document of the same call, number by number."""
+"""Compare the table that a comparison prints with the JSON document of the same call."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ HEADER = ["case", "BASE", "TEST", "TEST is"]
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The cells of a table for a terminal; its columns are those of the rule below the header."""
+    """The cells of a printed table. The dashes below the header mark its columns."""
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("case "))
     spans = [match.span() for match in re.finditer("-+", lines[first + 1])]
@@ -46,7 +46,7 @@ def check_ratio(cell: str, ratio: float | None) -> None:
 
 
 def check_row(cells: list[str], row: dict[str, Any], is_like_with_like: bool) -> None:
-    """Every cell of a row against the entries of the document."""
+    """Compare every cell of a row with the entries of the document."""
     label, base, test, ratio, interval, last = cells
     assert label == row["case"]
     check_time(base, row["base_s"])
@@ -68,7 +68,7 @@ def check_row(cells: list[str], row: dict[str, Any], is_like_with_like: bool) ->
 
 
 def check_pair(pair: dict[str, Any], text: str, is_like_with_like: bool = False) -> None:
-    """The whole table, what stands above and below it, and the means of the runs that count."""
+    """Compare the table, the lines above and below it, and the means of the runs that count."""
     rows = pair["cases"] + ([pair["mean"]] if pair["mean"] else [])
     for cells, row in zip(rows_of(text), rows, strict=True):
         check_row(cells, row, is_like_with_like)

@@ -1,4 +1,4 @@
-"""analysis/ab.py with small python commands that write reports, in turn or taking turns."""
+"""analysis/ab.py with small Python commands that write reports, alternating or interleaved."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ from common.report import load
 from tests.pure.reports import ROOT, SIGNALS, run
 from tests.pure.tables import check_pair
 
-# writes a report of 24 blocks to --json; takes its turns where there are any
+# writes a report of 24 blocks to --json; waits for its turn before each block if there are pipes
 COMMAND = """
 import json, os, subprocess, sys, time
 seconds, mode = float(sys.argv[1]), sys.argv[2]
@@ -85,7 +85,7 @@ def flags_of(out: Path, a: str, b: str, *more: str) -> list[str]:
 
 
 def without_load(printed: str) -> list[str]:
-    """The lines without what depends on other processes."""
+    """The printed lines, without those that depend on other processes."""
     lines = [line for line in printed.splitlines() if "other processes used" not in line]
     return [re.sub(r" \[disturbed runs allowed\]|-{5,}", "", line).rstrip() for line in lines]
 
@@ -106,7 +106,7 @@ def test_abba_and_resume(out: Path) -> None:
     assert without_load(again.stdout) == without_load(done.stdout)
     assert "round 1 of 3, 2 commands, is already complete" in again.stderr
     assert "round 2 of 3, 2 commands, took" in again.stderr
-    assert "rounds take" not in again.stderr  # the third one is complete
+    assert "rounds take" not in again.stderr  # round 3 is complete
     assert len((out / "order").read_text().split()[0::2]) == 288 + 48
     as_json = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more), "--format", "json")
     (pair,) = json.loads(as_json.stdout)["pairs"]
@@ -122,10 +122,8 @@ def test_abba_and_resume(out: Path) -> None:
     assert "a/02.jsonl has torch 2, this run 3, so the environments differ" in other.stderr
 
 
-def test_an_edited_program_is_not_the_one_of_before(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commands are the same text. The file, a module that it imports or a variable is not."""
+def test_an_edited_program_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands are the same, but the file, an imported module or a variable has changed."""
     script = out.parent / "fake.py"
     script.write_text(f"import helper\n{COMMAND}")
     helper = out.parent / "helper.py"
@@ -158,7 +156,7 @@ def test_an_edited_program_is_not_the_one_of_before(
 
 
 def test_a_program_that_is_edited_between_two_runs(out: Path) -> None:
-    """Nothing of it is measured."""
+    """The edited program is not measured."""
     edits = "open(sys.argv[0], 'a').write('#')"
     (out.parent / "fake.py").write_text(f"{COMMAND}\n{edits}\n")
     done = run("ab.py", *flags_of(out, "0.1 x", "0.1 y", "--runs", "2"))
@@ -167,7 +165,7 @@ def test_a_program_that_is_edited_between_two_runs(out: Path) -> None:
     assert len(list(out.rglob("*.jsonl"))) == 1
 
 
-def test_a_folder_with_files_of_others_is_refused(out: Path) -> None:
+def test_a_folder_with_foreign_files_is_refused(out: Path) -> None:
     (out / "a").mkdir(parents=True)
     notes = out / "a" / "01.jsonl"
     notes.write_text("my notes")
@@ -181,27 +179,27 @@ def test_a_folder_with_files_of_others_is_refused(out: Path) -> None:
     assert [path.name for path in sorted(out.rglob("*"))] == ["a", "01.jsonl"]  # nothing is added
 
 
-def test_processes_that_a_command_leaves_are_ended(out: Path) -> None:
-    """They are in a session of their own, and their parent is gone."""
+def test_processes_that_a_command_leaves_behind_are_ended(out: Path) -> None:
+    """They run in another session, and their parent has ended."""
     mine = psutil.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     try:
         done = run("ab.py", *flags_of(out, "0.1 leave", "0.1 x", "--runs", "2"))
         assert done.returncode == 0, done.stderr
         alive = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
         assert not any(str(out) in str(words) for words in alive)
-        assert mine.is_running()  # it was there before
+        assert mine.is_running()  # started before ab.py
     finally:
         mine.kill()
         mine.wait(10)
 
 
-def test_a_against_a(out: Path) -> None:
-    """What so many runs can show."""
+def test_a_command_against_itself(out: Path) -> None:
+    """The report of the smallest change that this number of runs can show."""
     words: tuple[str, ...] = ("--runs", "4", "--allow-disturbed")
     done = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^case +BASE .* interval +smallest change\n", done.stdout, re.M)
-    # the fake times depend on the round alone
+    # the times of fake.py depend only on the round
     assert re.search(r"^x +100.2 ms +100.2 ms +1.00x +1 to 1 +0 %$", done.stdout, re.M)
     assert "# smallest change: 4 runs per side detect it in 9 of 10 comparisons" in done.stdout
     words = (*words, "--format", "json")
@@ -209,8 +207,8 @@ def test_a_against_a(out: Path) -> None:
     check_pair(json.loads(as_json.stdout)["pairs"][0], done.stdout, is_like_with_like=True)
 
 
-def test_several_commands_that_take_turns(out: Path) -> None:
-    """One of three is 10 % slower and has fewer blocks; two have the same times."""
+def test_several_interleaved_commands(out: Path) -> None:
+    """One of three commands is 10 % slower and has fewer blocks. The other two are equal."""
     flags = ["--a", f"quick={fake(out, '0.1 x')}", "--b", f"slow={fake(out, '0.11 short')}"]
     flags += [f"equal={fake(out, '0.100 x')}", "--runs", "2", "--max-runs", "4", "--interleave"]
     flags += ["--allow-disturbed"]
@@ -224,8 +222,8 @@ def test_several_commands_that_take_turns(out: Path) -> None:
         "slow is 1.1 (1.1 to 1.1) times slower"
     )
     words = (out / "order").read_text().split()
-    assert words[1::2] == ["begins", "ends"] * (2 * (24 + 12 + 24))  # one works at a time, 2 rounds
-    first_turns = words[0:144:4]  # the first round, until the shorter one has ended
+    assert words[1::2] == ["begins", "ends"] * (2 * (24 + 12 + 24))  # one runs at a time, 2 rounds
+    first_turns = words[0:144:4]  # the first round, until the command with fewer blocks has ended
     for place in range(0, 36, 3):
         assert set(first_turns[place : place + 3]) == {"0.1", "0.11", "0.100"}
     again = run("ab.py", *flags, "--out", str(out))
@@ -291,7 +289,7 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
     rounds = [line.partition("; ")[0] for line in again.stderr.splitlines()]
     assert rounds[0] == "round 1 of 3, 2 commands, is already complete"
     assert [line[:28] for line in rounds[1:]] == [f"round {n} of 3, 2 commands, to" for n in (2, 3)]
-    assert "; 2 rounds take about " in again.stderr  # those that this call has to run
+    assert "; 2 rounds take about " in again.stderr  # the rounds that this call has to run
 
 
 def test_a_command_ends_with_ab_that_is_killed(out: Path) -> None:
@@ -312,14 +310,14 @@ def test_each_command_is_first_in_two_of_four_rounds_at_random() -> None:
         assert [sorted(order[i : i + 4]) for i in (0, 4, 8)] == [["a", "a", "b", "b"]] * 3
         assert order == [order_of(["a", "b"], n, seed)[0] for n in range(1, 13)]
         seen.add("".join(order[:4]))
-    assert len(seen) == 6  # every way to place two of each
+    assert len(seen) == 6  # every order of two `a` and two `b`
     assert {tuple(order_of(["a", "b", "c"], n, 7)) for n in range(1, 60)} == set(
         itertools.permutations("abc")
     )
 
 
-def test_what_may_differ_in_a_call_that_continues(out: Path) -> None:
-    """How the runs are judged, not what is run, nor how many runs the result is looked at after."""
+def test_which_flags_may_differ_when_a_call_continues(out: Path) -> None:
+    """How runs are judged may change. The commands and the planned number of runs may not."""
     flags = flags_of(out, "0.1 x", "0.1 x", "--allow-disturbed", "--runs", "2")
     assert run("ab.py", *flags).returncode == 0
     for more in ("--margin 5%", "--max-runs 9", "--fail-on slower", "--format json"):
@@ -330,8 +328,10 @@ def test_what_may_differ_in_a_call_that_continues(out: Path) -> None:
         assert "belongs to a different call: its plan lacks" in done.stderr
 
 
-def test_a_command_may_change_its_folder(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OUT is a relative path, and `env -C` starts the command elsewhere."""
+def test_a_command_may_change_the_working_directory(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OUT is a relative path, and `env -C` starts the command in another folder."""
     monkeypatch.chdir(out.parent)
     (out.parent / "elsewhere").mkdir()
     command = f"env -C elsewhere {fake(out, '0.1 x')}"
@@ -340,8 +340,8 @@ def test_a_command_may_change_its_folder(out: Path, monkeypatch: pytest.MonkeyPa
     assert (out / "a" / "02.jsonl").exists()
 
 
-def test_the_estimates_by_hand() -> None:
-    """40 s a round: 6 rounds are 4 min, 12 are 8 min, 24 are 16 min."""
+def test_estimates_of_the_remaining_time() -> None:
+    """A round takes 40 s: 6 rounds take 4 min, 12 take 8 min and 24 take 16 min."""
     assert total_time(40, 6, 6, None) == (
         "; 6 rounds take about 4 min, or up to 8 min if disturbed pairs are replaced"
     )
@@ -355,10 +355,10 @@ def test_the_estimates_by_hand() -> None:
     assert time_left([300], 0, True) == ""
 
 
-def test_a_line_for_each_round(
+def test_each_round_prints_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each takes 40 s. One of 2 pairs is disturbed, so a third one follows, of at most 4."""
+    """Each round takes 40 s. One of 2 pairs is disturbed, so a third is added, out of at most 4."""
     monkeypatch.setattr(ab, "run_round", lambda commands, number, interleave: 40.0)
     commands = {name: Command(name, "x", {}, tmp_path / name) for name in "ab"}
     disturbed = Result("x", {"n": 1}, left_out={"a/01 and b/01": UNEQUAL_LOAD})
@@ -379,7 +379,8 @@ def test_looks_are_even_and_grow_by_a_third() -> None:
 
 
 def test_a_level_that_persists_over_rounds_by_hand() -> None:
-    """r at lag 1 of 1, 1, 1, -1, -1, -1 is 3 / 6; 1.645 / sqrt(6) - 1 / 6 = 0.505; of 8: 0.457."""
+    """r at lag 1 of 1, 1, 1, -1, -1, -1 is 3 / 6. The limit is 1.645 / sqrt(6) - 1 / 6 = 0.505,
+    and 0.457 for 8 values."""
     for logs, expected in (
         ([1, 1, 1, 1, -1, -1, -1, -1], True),  # 5 / 8
         ([1, 1, 1, -1, -1, -1], False),
@@ -389,8 +390,9 @@ def test_a_level_that_persists_over_rounds_by_hand() -> None:
         assert is_autocorrelated([math.exp(x) for x in logs]) == expected
 
 
-def test_the_last_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """`best` is said of one that all others are slower than; then what is wrong with the order."""
+def test_the_result_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command is called the best only if all others are slower. A warning follows if a level
+    persists over rounds."""
     level = [math.exp(x) for x in (1, 1, 1, 1, -1, -1, -1, -1)]
     results = {
         "a": Result("", {}, ratio=1.123, interval=(1.0801, 1.171), base_s=[1.0] * 8, test_s=level),

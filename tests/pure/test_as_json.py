@@ -1,4 +1,4 @@
-"""`--format json` of compare.py and ab.py: every number of the table, and the runs behind it."""
+"""`--format json` of compare.py and ab.py has every number of the table, and the runs behind it."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.pure.tables import check_pair
 
 
 def document(*words: str) -> tuple[dict[str, Any], str]:
-    """What a script prints as JSON, and the table of the same call."""
+    """The JSON document that a script prints, and the table of the same call."""
     done, table = run(*words, "--format", "json"), run(*words)
     content = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (content["status"], "")
@@ -26,7 +26,7 @@ def document(*words: str) -> tuple[dict[str, Any], str]:
 
 
 def two_sides(folder: Path) -> tuple[str, ...]:
-    """Six runs a side of three cases: equal; 10 % slower; and one that fails or is missing.
+    """Six runs a side of three cases: one is equal, one 10 % slower, one fails or is missing.
 
     BASE 5 is a copy of BASE 4, BASE 6 was disturbed, and TEST 6 was interrupted.
     """
@@ -57,7 +57,7 @@ def two_sides(folder: Path) -> tuple[str, ...]:
     return ("compare.py", str(folder / "a"), "--test", str(folder / "b"), "--margin", "3%")
 
 
-def test_two_sides_of_which_some_runs_do_not_count(tmp_path: Path) -> None:
+def test_some_runs_of_both_sides_do_not_count(tmp_path: Path) -> None:
     words = two_sides(tmp_path)
     content, table = document(*words, "--fail-on", "slower,faster")
     (pair,) = content["pairs"]
@@ -97,7 +97,8 @@ def test_two_sides_of_which_some_runs_do_not_count(tmp_path: Path) -> None:
 
 
 def test_too_few_runs_and_pairs(tmp_path: Path) -> None:
-    """One a side has no interval; two far apart have one that says nothing; pairs loaded unlike."""
+    """One run a side has no interval, and two that differ widely have none either. Pairs whose runs
+    had different loads do not count."""
     for side, times in (("a", [0.1, 0.4]), ("b", [0.3, 0.1])):
         for i, seconds in enumerate(times):
             others = [[1.0 * (side == "b" and i == 1), 2]]
@@ -171,7 +172,7 @@ def test_numbers_that_json_lacks_are_null() -> None:
     assert (row["p"], row["interval"], row["base_s"]) == (None, [1.0, 1.0], None)
 
 
-def test_the_looks_of_a_race_share_the_error(tmp_path: Path) -> None:
+def test_the_looks_of_a_race_share_the_error_rate(tmp_path: Path) -> None:
     for side in "ab":
         for i, seconds in enumerate(alike(4, 0.1, ord(side))):
             write(tmp_path / side / f"{i}.jsonl", case("x", [seconds] * 5), started_at=start(i))

@@ -1,4 +1,4 @@
-"""analysis/bandwidth.py: bytes, bandwidths and the time alone, by hand."""
+"""analysis/bandwidth.py: bytes, bandwidths, and times of the same collectives alone."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ MIB = 2**18  # elements of float32
 
 def rank_of_two(late: float, *more: Events) -> Events:
     """Two steps of 10 ms: an all-reduce of 1 MiB takes 1 ms and one of 2 MiB takes 2 ms, an
-    all-gather of 2 MiB takes 1 ms. late: microseconds that the other rank comes later."""
+    all-gather of 2 MiB takes 1 ms. late: how many microseconds later the other rank arrives."""
     events: Events = []
     out: dict[str, Any] = {"Out msg nelems": 2 * MIB}
     for number in range(2):
@@ -43,7 +43,7 @@ def rank_of_two(late: float, *more: Events) -> Events:
 
 
 def bandwidths(*words: str) -> dict[str, list[str]]:
-    """The rows of the collectives, by name; a second one of a name by name*."""
+    """The rows of the collectives by name. A second row of the same name is called name*."""
     rows = table(*words)
     first = next(n for n, row in enumerate(rows) if row[:2] == ["group", "collective"])
     found: dict[str, list[str]] = {}
@@ -54,8 +54,9 @@ def bandwidths(*words: str) -> dict[str, list[str]]:
 
 
 def test_bytes_and_bandwidths_without_waiting(tmp_path: Path) -> None:
-    """3 MiB in 3 ms are 1.0486 GB/s, and 2 MiB in 1 ms are 2.0972; among 2 ranks the busbw of an
-    all-reduce is the same, of an all-gather half. The mean step has 9.95 ms, of 10 and 9.9."""
+    """3 MiB in 3 ms are 1.0486 GB/s, and 2 MiB in 1 ms are 2.0972. With 2 ranks the busbw of an
+    all-reduce equals its algbw, and that of an all-gather is half of it. Steps of 10 and 9.9 ms
+    have a mean of 9.95 ms."""
     paths = save_ranks(tmp_path, rank_of_two(700), rank_of_two(0))
     assert bandwidths(*paths) == {
         "all_gather": ["2", "1", "2M", "1", "2.097", "1.049", "10.1"],
@@ -73,8 +74,8 @@ def test_the_factors_of_nccl_tests() -> None:
     assert bus_factor("broadcast", 4) == bus_factor("send", 4) == 1
 
 
-def test_messages_are_those_of_a_rank(tmp_path: Path) -> None:
-    """A send of 1 MiB from each rank: 3 ms on rank 0, 1 ms on rank 1, so 2 ms of a rank."""
+def test_messages_are_averaged_over_ranks(tmp_path: Path) -> None:
+    """Each rank sends 1 MiB, in 3 ms on rank 0 and 1 ms on rank 1: 2 ms on average."""
     ranks = [rank_of_two(0, collective("send", 4500, length, MIB)) for length in (3000, 1000)]
     paths = save_ranks(tmp_path, *ranks)
     assert bandwidths(*paths)["send"] == ["2", "1", "1M", "2", "0.5243", "0.5243", "20.1"]
@@ -83,11 +84,11 @@ def test_messages_are_those_of_a_rank(tmp_path: Path) -> None:
     assert remarks(*paths)[0] == line
 
 
-# -- the time alone --------------------------------------------------------------------------------
+# -- times of collectives alone ------------------------------------------------------------------
 
 
 def measured(name: str, size: int, *time: float, **changes: Any) -> dict[str, Any]:
-    """A case of collectives.py on 2 ranks; in place it takes twice as long."""
+    """A case of collectives.py on 2 ranks. In place takes twice as long."""
     key: dict[str, Any] = {
         "collective": name,
         "dtype": "float32",
@@ -112,10 +113,11 @@ def all_reduces() -> list[dict[str, Any]]:
     return [measured("all_reduce", 2**20, *small), measured("all_reduce", 3 * 2**20, *large)]
 
 
-def test_how_many_times_what_the_machine_does_alone(tmp_path: Path) -> None:
-    """2 MiB take 1.0 ms (0.8 to 1.3), halfway between 1 and 3 MiB. So a step has 3 ms, and alone
-    1.5 ms (1.2 to 1.9): a ratio of 2.00 (1.58 to 2.50). The all-gather takes 1 ms, and alone
-    0.25 ms: 4.00 of 10.1 % are more than 2.00 of 20 %, but less than 2.00 of 30.2 %."""
+def test_ratio_to_the_times_alone(tmp_path: Path) -> None:
+    """2 MiB alone take 1.0 ms (0.8 to 1.3), halfway between 1 and 3 MiB. The all-reduces of a step
+    take 3 ms, and alone 1.5 ms (1.2 to 1.9): a ratio of 2.00 (1.58 to 2.50). The all-gather takes
+    1 ms, and alone 0.25 ms. A factor of 4.00 of 10.1 % of the step matters more than 2.00 of 20 %,
+    but less than 2.00 of 30.2 %."""
     gathers = [measured("all_gather", 2 * 2**20, 2.5e-4, 2.5e-4, 2.5e-4)]
     against = scan(tmp_path / "c.jsonl", *all_reduces(), *gathers)
     paths = save_ranks(tmp_path, rank_of_two(700), rank_of_two(0), hosts=["vm", "vm"])
@@ -127,7 +129,7 @@ def test_how_many_times_what_the_machine_does_alone(tmp_path: Path) -> None:
 
 
 def test_nothing_is_extrapolated(tmp_path: Path) -> None:
-    """Calls outside of the measured sizes are in a row of their own, which has no ratio."""
+    """Calls outside of the measured sizes have a separate row without a ratio."""
     against = scan(tmp_path / "c.jsonl", *all_reduces())
     tiny = collective("allreduce", 7000, 100, 1)
     paths = save_ranks(tmp_path, rank_of_two(0, tiny), rank_of_two(0, tiny), hosts=["vm", "vm"])
@@ -142,7 +144,7 @@ def test_nothing_is_extrapolated(tmp_path: Path) -> None:
 
 
 def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
-    """Two ranks of one host are not two hosts."""
+    """Two ranks on one host are not compared with two hosts."""
     against = scan(tmp_path / "c.jsonl", *all_reduces(), hosts=("a", "b"))
     paths = save_ranks(tmp_path, rank_of_two(0), rank_of_two(0), hosts=["vm", "vm"])
     lines = remarks(*paths, "--against", against)
@@ -155,8 +157,8 @@ def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
     )
 
 
-def test_a_type_that_was_not_measured(tmp_path: Path) -> None:
-    """bfloat16 has half the bytes. Another type of as many bytes serves, and a line says so."""
+def test_a_dtype_that_was_not_measured(tmp_path: Path) -> None:
+    """bfloat16 has half the bytes. Times of another dtype are used, and a line names it."""
     halves: dict[str, Any] = {"dtype": "BFloat16"}
     rank = [
         *kernel(GEMM, 0, 5000),
@@ -191,7 +193,7 @@ def test_layouts() -> None:
 
 
 def test_times_of_a_report() -> None:
-    """The better variant; failed cases and other scripts do not count."""
+    """The faster variant counts. Failed cases do not."""
     cases = [measured("all_reduce", 8, 3.0), measured("all_reduce", 16, 5.0, check="x")]
     of = [
         Case(key=one["key"], ranks=[0, 1], metrics=report.with_estimates(one["metrics"]))
@@ -203,7 +205,7 @@ def test_times_of_a_report() -> None:
     assert found == {("all_reduce", (2,), "float32"): {8: Estimate(3.0)}}
 
 
-def test_what_is_no_report_of_collectives(tmp_path: Path) -> None:
+def test_other_reports_are_refused(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, rank_of_two(0))
     other = reports.write(tmp_path / "x.jsonl")
     words = "expected a report of collectives.py, got one of ddp_sweep.py"

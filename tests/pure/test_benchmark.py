@@ -1,4 +1,4 @@
-"""What Benchmark does around a case, without a job."""
+"""common/benchmark.py without a job: what happens before and after the blocks of a case."""
 
 import gc
 import os
@@ -20,14 +20,14 @@ from common.timing import StopRule
 
 
 class Model:
-    """Stands for what a workload has on the device."""
+    """Stands for what a workload keeps on the device."""
 
 
-def test_a_failed_case_has_let_go_of_its_model_when_its_groups_are_closed(
+def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An error's traceback holds the frames, and they the model. NCCL's abort would wait for its
-    CUDA graphs, and the next case would miss its memory."""
+    """A traceback refers to the frames, and these refer to the model. NCCL's abort would wait for
+    the model's CUDA graphs, and the next case would lack its memory."""
     models: list[weakref.ref[Model]] = []
     alive: list[bool] = []
 
@@ -52,8 +52,8 @@ def test_a_failed_case_has_let_go_of_its_model_when_its_groups_are_closed(
     watchdog.fail.assert_called_once_with("RuntimeError: out of memory (rank 3)")
 
 
-def test_a_number_that_cannot_be_is_disturbed() -> None:
-    """The sentence has no verdict but who took the cores."""
+def test_an_impossible_result_is_disturbed() -> None:
+    """An impossible result is printed as disturbed, with the CPU use of other processes."""
     sure = "DDP on 2 ranks trains 3.00 times (2.80 to 3.10) as fast as one rank alone"
     others = "other processes used 0.9 of 2 cores of vm"
     assert benchmark.with_cause(sure, others) == sure
@@ -69,10 +69,10 @@ def test_a_sentence_is_folded_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(("columns", "width"), [(80, 80), (0, None)])
-def test_a_terminal_without_a_size_has_all_columns(
+def test_a_terminal_without_a_size_shows_all_columns(
     columns: int, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As mpirun's ranks have one, whose output may go to a file."""
+    """The ranks of mpirun have such a terminal, and their output may go to a file."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -85,7 +85,7 @@ def test_a_terminal_without_a_size_has_all_columns(
 
 
 @pytest.mark.parametrize("names", ["", "/nope:/nope2", "pipe:a"])
-def test_a_wrong_turn_is_one_line_and_overwrites_no_file(
+def test_a_damaged_turn_variable_is_refused_and_overwrites_no_file(
     names: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -93,7 +93,7 @@ def test_a_wrong_turn_is_one_line_and_overwrites_no_file(
     Path("a").write_text("precious")
     os.mkfifo("pipe")
     pipe = os.open("pipe", os.O_RDWR)
-    os.write(pipe, b".")  # so that nobody would wait for a turn
+    os.write(pipe, b".")  # so that a turn would be granted at once
     with pytest.raises(SystemExit, match="2"):
         benchmark.turn_taker(names)
     os.close(pipe)
@@ -104,7 +104,7 @@ def test_a_wrong_turn_is_one_line_and_overwrites_no_file(
 
 @pytest.fixture
 def resumed(tmp_path: Path) -> Any:
-    """What begin_table and show need, with a report whose second part is being written."""
+    """A resumed report, with what begin_table and show need of a Benchmark."""
     path = str(tmp_path / "r.jsonl")
     before = Report("x", {"hosts": ["node1"]}, path, started_at="2026-11-28T03:12:00+00:00")
     before.start()
@@ -124,8 +124,8 @@ def resumed(tmp_path: Path) -> Any:
 COLUMNS = {"": lambda case: case.name, "s": lambda case: str(case.metrics["step_s"])}
 
 
-def test_rows_of_before_are_marked_and_sentences_do_not_mix_them(resumed: Any) -> None:
-    """Two rows of before and now: each has a sentence of its own."""
+def test_earlier_rows_are_marked_and_have_separate_sentences(resumed: Any) -> None:
+    """One row was measured earlier and one now. Each has its own sentence."""
 
     def answer(cases: list[Case]) -> str:
         sure = f"{cases[0].name} is the fastest of {len(cases)}"
@@ -154,15 +154,15 @@ def test_rows_of_before_are_marked_and_sentences_do_not_mix_them(resumed: Any) -
     assert resumed.printed[-1] == f"# a: measured {when}"
 
 
-def test_a_mark_has_a_line_of_its_own_if_there_is_no_room() -> None:
+def test_a_mark_moves_to_the_next_line_if_it_does_not_fit() -> None:
     assert benchmark.marked("1M/2R  0.5", "", 20) == "1M/2R  0.5"
     assert benchmark.marked("head\n1M/2R  0.5", "then", 18) == "head\n1M/2R  0.5  # then"
     assert benchmark.marked("1M/2R  0.5", "then", 17) == "1M/2R  0.5\n# ^ then"
     assert benchmark.marked("All\nTrainer0\n", "then", None) == "All\nTrainer0  # then\n"
 
 
-def test_a_case_that_was_not_checked_is_measured_again_to_check_it() -> None:
-    """-c 0, then --resume without it."""
+def test_an_unchecked_case_is_measured_again() -> None:
+    """A run with -c 0 is continued by --resume without it."""
     unchecked = Case(key={}, ranks=[], check="skipped: -c 0")
     assert not benchmark.counts_as_done(unchecked, Mock(check=1))
     assert benchmark.counts_as_done(unchecked, Mock(check=0))

@@ -1,4 +1,4 @@
-"""analysis/calls.py: which calls belong together, and who waits for whom, by hand."""
+"""analysis/calls.py: matching calls across ranks, and which rank the others wait for."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.pure.traces import (
 
 
 def columns(*paths: str) -> dict[str, list[str]]:
-    """`waits` and `late` of each rank's row in the table of groups."""
+    """`waits` and `late` of each rank in the table of groups."""
     rows = table(*paths)
     first = next(n for n, row in enumerate(rows) if row[:3] == ["group", "ranks", "rank"])
     last = next(n for n, row in enumerate(rows) if row[:2] == ["group", "collective"])
@@ -30,7 +30,7 @@ def columns(*paths: str) -> dict[str, list[str]]:
 
 
 def late_by_cost(rank: int) -> Events:
-    """Rank 1's backward takes 30 ms longer. In nine small all-gathers rank 0 is 5 us later."""
+    """Rank 1's backward takes 30 ms longer. Rank 0 is 5 us late in nine small all-gathers."""
     events = []
     for number in range(3):
         start = 1000 + number * 50_000
@@ -55,7 +55,7 @@ def test_the_late_rank_is_named_by_cost_and_not_by_count(tmp_path: Path) -> None
     assert remarks(*paths) == [f"# rank 1 on vm8 {line}"]
 
 
-def test_two_equal_traces_name_none(tmp_path: Path) -> None:
+def test_equal_traces_name_no_rank(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, late_by_cost(1), late_by_cost(1))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
     assert remarks(*paths) == ["# no rank makes the other ranks wait for more than 5% of a step"]
@@ -75,7 +75,7 @@ def test_lateness_counts_at_the_median_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("of_ranks", "words"),
     [
-        # 5 % of the step is no more than 5 %
+        # 5 % of the step is not more than 5 %
         (
             [(5, 5, 5), (0, 0, 0)],
             "no rank makes the other ranks wait for more than 5% of a step",
@@ -111,8 +111,8 @@ def test_lateness_counts_at_the_median_of_the_others() -> None:
         ),
     ],
 )
-def test_who_is_named(of_ranks: list[tuple[float, ...]], words: str) -> None:
-    """Three steps of 100 ms; milliseconds that the others wait for each rank."""
+def test_which_rank_is_named(of_ranks: list[tuple[float, ...]], words: str) -> None:
+    """Three steps of 100 ms. of_ranks: how many milliseconds the others wait for each rank."""
     late = {rank: dict(zip("abc", ms, strict=True)) for rank, ms in enumerate(of_ranks)}
     lengths = {rank: dict.fromkeys("abc", 100.0) for rank in late}
     where = {rank: {"all_gather": 1, "all_reduce": 2} for rank in late}
@@ -120,8 +120,8 @@ def test_who_is_named(of_ranks: list[tuple[float, ...]], words: str) -> None:
 
 
 def test_waiting_in_two_calls_at_once_counts_once(tmp_path: Path) -> None:
-    """Two threads of gloo: rank 0 waits in two calls, from 10 and 20 us on, for 90 us in all. So
-    rank 1 is late by 90 us, not by 90 + 80."""
+    """Rank 0 waits in two threads of gloo, from 10 and from 20 us on, for 90 us in all. So rank 1
+    is 90 us late, not 90 + 80."""
 
     def ranges(*starts: float) -> Events:
         about = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1}
@@ -135,19 +135,21 @@ def test_waiting_in_two_calls_at_once_counts_once(tmp_path: Path) -> None:
 
 
 def test_ranks_wait_in_custom_all_reduces(tmp_path: Path) -> None:
-    """vLLM's has no arguments in a trace. Rank 1 comes 40 us later."""
+    """vLLM's kernel has no arguments in a trace. Rank 1 arrives 40 us later."""
     name = "void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)"
     ranks = [kernel(GEMM, 0, 50 + late) + kernel(name, 50 + late, 50 - late) for late in (0, 40)]
     paths = save_ranks(tmp_path, *ranks)
     assert columns(*paths) == {"0": ["0.04", "0"], "1": ["0", "0.04"]}
 
 
-# -- which calls belong together -------------------------------------------------------------------
+# -- matching calls across ranks ----------------------------------------------------------------
 
 
 def gathers(dropped: bool = False, numbered: bool = True, windows: int = 0) -> Events:
-    """Three steps of four all-gathers of 9, 1, 9 and 1 ms; dropped: without the first of a step.
-    windows: number of the first step."""
+    """Three steps of four all-gathers of 9, 1, 9 and 1 ms.
+
+    dropped: without the first one of each step. windows: number of the first step.
+    """
     events = []
     for number in range(3):
         start = 1000 + number * 50_000
@@ -171,14 +173,14 @@ def test_calls_are_matched_by_seq(tmp_path: Path) -> None:
     ]
 
 
-def test_windows_that_start_apart(tmp_path: Path) -> None:
-    """Rank 1's profiler started a step later: 8 of its calls are in the trace of rank 0."""
+def test_profiler_windows_that_start_at_different_steps(tmp_path: Path) -> None:
+    """Rank 1's profiler started one step later: 8 of its calls are in the trace of rank 0."""
     paths = save_ranks(tmp_path, gathers(), gathers(windows=1))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
     assert remarks(*paths)[0] == "# left out 8 calls of dp that some traces do not contain"
 
 
-def test_without_seq_other_numbers_of_calls_are_left_out(tmp_path: Path) -> None:
+def test_without_seq_unequal_numbers_of_calls_are_left_out(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, gathers(numbered=False), gathers(True, numbered=False))
     assert columns(*paths) == {"0": ["-", "-"], "1": ["-", "-"]}
     why = "the ranks have different numbers of calls; torch 2.12 and later number them (Seq)"
@@ -187,8 +189,8 @@ def test_without_seq_other_numbers_of_calls_are_left_out(tmp_path: Path) -> None
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
 
 
-def test_without_seq_calls_of_other_sizes_are_not_swapped(tmp_path: Path) -> None:
-    """Two threads of gloo: a large and a small all-reduce start in another order on rank 1."""
+def test_without_seq_calls_of_different_sizes_are_not_swapped(tmp_path: Path) -> None:
+    """Two threads of gloo start a large and a small all-reduce in another order on rank 1."""
 
     def ranges(first: int, second: int) -> Events:
         events = []

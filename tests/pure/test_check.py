@@ -1,4 +1,4 @@
-"""common/check.py by hand: replicas, relative errors, n ranks against one process."""
+"""common/check.py: replicas, relative errors, and training compared with one process."""
 
 import math
 
@@ -16,7 +16,7 @@ def weight(*values: float) -> nn.Module:
     return model
 
 
-def test_a_digest_sees_the_last_bit_and_what_is_not_finite() -> None:
+def test_a_digest_depends_on_the_last_bit_and_detects_nan_and_inf() -> None:
     next_up = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
     assert digest(weight(1, 2)) == digest(weight(1, 2)) != digest(weight(next_up, 2))
     assert digest(weight(1, 2)) != digest(weight(2, 1))
@@ -58,9 +58,10 @@ def product(model: nn.Module, batch: float) -> Tensor:
 
 
 def test_training_by_hand() -> None:
-    """The loss is the weight times 1 and 3, half of each: 2 w, whose gradient is 2.
+    """The loss is the mean of the weight times 1 and times 3: 2 w, with a gradient of 2.
 
-    lr = 0.1 * 4 / 2^2. Momentum: steps of 0.1 * 2, then 0.1 * (0.9 * 2 + 2): 2, 1.8, 1.42.
+    lr = 0.1 * 4 / 2^2. With momentum the steps are 0.1 * 2 and 0.1 * (0.9 * 2 + 2), so the weight
+    is 2, 1.8, 1.42.
     """
     found = train_alone(weight(2.0), [1.0, 3.0], product, [0.5, 0.5])
     assert found.lr == pytest.approx(0.1)
@@ -73,11 +74,11 @@ def test_training_by_hand() -> None:
 @pytest.mark.parametrize(
     ("got", "want", "tolerance", "off"),
     [
-        ([8.0, 4.5], [8.0, 4.0], 0.0625, None),  # of the first loss, 8: half of one is 6.25 %
+        ([8.0, 4.5], [8.0, 4.0], 0.0625, None),  # relative to the first loss: 0.5 / 8 is 6.25 %
         ([8.0, 4.5], [8.0, 4.0], 0.06, "2 is 4.5, in one eager process 4 (6.25% off, tolerance 6"),
         ([-8.0, -4.5], [-8.0, -4.0], 0.07, None),
         ([8.0, math.nan], [8.0, 4.0], 0.5, "2 is nan, in one eager process 4 (nan% off"),
-        ([1e-13], [0.0], 0.2, None),  # of 1e-12 at least
+        ([1e-13], [0.0], 0.2, None),  # relative to at least 1e-12
         ([1e-13], [0.0], 0.05, "1 is 1e-13, in one eager process 0 (10.00% off"),
     ],
 )

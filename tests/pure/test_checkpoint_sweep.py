@@ -1,4 +1,4 @@
-"""The arithmetic of checkpoint_sweep.py, by hand; its answer; what a checkpoint keeps in memory."""
+"""checkpoint_sweep.py: its arithmetic and answer, and the memory that a checkpoint keeps."""
 
 import gc
 from pathlib import Path
@@ -15,7 +15,7 @@ from common.stats import Times
 
 
 def test_metrics_by_hand() -> None:
-    """The call returns after 0.1 s; four steps beside the upload take 0.8 s in place of 0.6 s."""
+    """The call returns after 0.1 s. Four steps during the upload take 0.8 s instead of 0.6 s."""
     seconds = {"step": [0.9, 0.65], "alone": [0.6, 0.6], "blocked": [0.1, 0.05]}
     seconds["upload"] = [0.8, 0.7]
     times = Times({part: [[s] * 6 for s in ranks] for part, ranks in seconds.items()}, [1] * 6)
@@ -32,7 +32,7 @@ def test_metrics_by_hand() -> None:
     assert m["cost"].high == pytest.approx(0.0005)
     assert m["write_gb_per_s"].low == pytest.approx(0.4 / 0.8)
     assert case.check == "passed"
-    case.key |= {"strategy": "ddp", "every_s": 0.5}  # replicas are one state; uploads queue
+    case.key |= {"strategy": "ddp", "every_s": 0.5}  # replicas are one state, and uploads queue up
     other = load._replace(same=False)
     checkpoint_sweep.derive(case, times, [fact, fact | {"loads": {"dcp.load": [other]}}])
     assert (case.metrics["state_bytes"], case.metrics["cost"]) == (200_000_000, None)
@@ -40,8 +40,8 @@ def test_metrics_by_hand() -> None:
 
 
 def test_the_parts_of_the_median_load_by_hand() -> None:
-    """Of 7 loads of 0.4 GB the one of 0.5 s is in the middle: its slowest rank had read after 0.2,
-    and all had their parts after 0.3 s. From the disk came 0.2 GB on each of 2 ranks."""
+    """The median of 7 loads of 0.4 GB takes 0.5 s: its slowest rank had read after 0.2 s, and all
+    ranks had their parts after 0.3 s. Each of 2 ranks read 0.2 GB from the disk."""
     middle = checkpoint_sweep.Marks(0.2, 0.3, 0.5)
     apart = (0, -3, 3, -1, 1, -2, 2)  # tenths of a second
     on_rank = [[middle._replace(applied=0.5 + n / 10) for n in apart] for _ in range(2)]
@@ -65,8 +65,8 @@ def test_the_parts_of_the_median_load_by_hand() -> None:
     )
 
 
-def test_the_answer_tells_no_order_of_modes() -> None:
-    """6 s of 600 are 1 %. The modes ran one after the other."""
+def test_the_answer_does_not_rank_modes() -> None:
+    """6 s of 600 s are 1 %. The modes were timed one after the other, so they are not ranked."""
     key = {"every_s": 600, "path": "/x", "strategy": "ddp"}
     costs = {"a": Estimate(0.02, 0.018, 0.022), "b": Estimate(0.01), "queues": None}
     cases = [Case(key=key, ranks=[0], metrics={"cost": c}, name=mode) for mode, c in costs.items()]
@@ -78,7 +78,7 @@ def test_the_answer_tells_no_order_of_modes() -> None:
     assert queues == "ddp into /x: no checkpoint is on disk within 10 min"
 
 
-def test_a_folder_that_is_not_its_own_or_too_small(tmp_path: Path) -> None:
+def test_foreign_and_full_folders_are_refused(tmp_path: Path) -> None:
     new, full = tmp_path / "new", tmp_path / "full"
     with pytest.raises(ValueError, match="expected 4,611,686,018,427,387,904 bytes free, got "):
         checkpoint_sweep.make_folders([str(new)], 2**62)
@@ -90,9 +90,9 @@ def test_a_folder_that_is_not_its_own_or_too_small(tmp_path: Path) -> None:
     assert (full / "weights.pt").read_text() == "precious"
 
 
-def test_no_checkpoint_keeps_a_copy_of_the_state(tmp_path: Path) -> None:
-    """Python's garbage collector is off, as the script has it, and a stager refers to itself."""
-    size = 1_234_567  # bytes, which nothing else has
+def test_checkpoints_do_not_keep_copies_of_the_state(tmp_path: Path) -> None:
+    """Garbage collection is off, as in the script, and a stager refers to itself."""
+    size = 1_234_567  # bytes; nothing else has this size
     content = {"weights": torch.zeros(size, dtype=torch.uint8)}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     none: Any = None
@@ -110,4 +110,4 @@ def test_no_checkpoint_keeps_a_copy_of_the_state(tmp_path: Path) -> None:
     finally:
         gc.enable()
         dist.destroy_process_group()
-    assert len(copies) <= 2  # the state, and what one stager keeps
+    assert len(copies) <= 2  # the state, and the copy of one stager

@@ -1,4 +1,4 @@
-""".ci/run: whose machine it changes."""
+""".ci/run installs packages only in CI."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.process import ROOT
 
-TOOLS = {  # what .ci/run asks before it makes anything; here nothing is installed
+TOOLS = {  # what .ci/run calls before it creates anything; no package is installed here
     "dpkg": "exit 1",
     "id": "echo 1000",
     "sudo": 'echo "$@"; exit 7',  # the end of .ci/run
@@ -16,7 +16,7 @@ TOOLS = {  # what .ci/run asks before it makes anything; here nothing is install
 
 
 @pytest.mark.parametrize(("ci", "status"), [("true", 7), ("", 1)])
-def test_packages_are_installed_in_ci_alone(ci: str, status: int, tmp_path: Path) -> None:
+def test_packages_are_installed_only_in_ci(ci: str, status: int, tmp_path: Path) -> None:
     for name, text in TOOLS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,7 @@
-"""Flags: what is accepted, and who says no. tests/pure/test_refusals.py has the lines that do."""
+"""common/cli.py: values of flags, and which rank reports a mistake.
+
+tests/pure/test_refusals.py has the messages.
+"""
 
 import argparse
 import importlib
@@ -41,7 +44,7 @@ def test_types(kind: Any, text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["8Q", "0.5", "-1", "", "inf"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected a size in bytes, got '"):
         cli.size(text)
 
@@ -68,11 +71,12 @@ def test_underscores_and_values_with_equals() -> None:
     ("rank", "restarts", "speaks"),
     [("00", "0", True), ("x", "0", True), ("1", "0", False), ("0", "1", False)],
 )
-def test_torchrun_is_told_the_reason(
+def test_torchrun_reports_the_reason(
     rank: str, restarts: str, speaks: bool, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """Every rank writes it, since torchrun takes any of them for the root cause; its own code reads
-    it here. Rank 0 alone says it, or whoever does not know its rank, and not again after a restart.
+    """Every rank writes the reason to its error file, because torchrun may pick any rank as the
+    root cause; torchrun's own code reads it here. Only rank 0, or a rank that does not know its
+    number, prints it, and not again after a restart.
     """
     path = str(tmp_path / "error.json")
     monkeypatch.setattr("common.cli.time.sleep", lambda seconds: None)
@@ -104,16 +108,16 @@ atexit.register(cli.leave, 3)
 @pytest.mark.parametrize(
     ("then", "status", "out"), [("sys.exit(3)", 3, "done\n"), ("1 / 0", 1, "done\nfreed\n")]
 )
-def test_leaving_frees_nothing(then: str, status: int, out: str) -> None:
-    """All that was registered is called, and an exception is not hidden."""
+def test_leave_skips_deallocation(then: str, status: int, out: str) -> None:
+    """Functions registered with atexit are called, and an exception is not hidden."""
     command = [sys.executable, "-c", LEAVE + then]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cli.ROOT)
     assert (run.returncode, run.stdout) == (status, out)
     assert ("ZeroDivisionError" in run.stderr) == (status == 1)
 
 
-def test_a_stderr_that_is_given_up_changes_no_status() -> None:
-    """Python flushes it again when it ends, and would end with status 120."""
+def test_a_full_stderr_does_not_change_the_status() -> None:
+    """Python flushes stderr at exit, and would end with status 120."""
     command = [sys.executable, "-c", "from common import cli; cli.refuse('a mistake')"]
     buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "wb") as full:
@@ -122,8 +126,8 @@ def test_a_stderr_that_is_given_up_changes_no_status() -> None:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_the_flags_of_a_script(path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """None is an ambiguous prefix of torchrun's: before Python 3.12 argparse takes flags after the
-    script for abbreviations of its own. And what serves instead of a flag that is gone is there."""
+    """No flag is an ambiguous prefix of torchrun's: before Python 3.12 argparse reads flags behind
+    the script as abbreviations of its own. Every suggested replacement of a flag exists."""
     script = importlib.import_module(f"benchmarks.{path.stem}")
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     with pytest.raises(SystemExit, match="0"):
@@ -140,7 +144,7 @@ def test_the_flags_of_a_script(path: Path, capsys: Any, monkeypatch: Any) -> Non
     assert set(re.findall(r"--[a-z-]+", " ".join(gone.values()))) - theirs <= flags
 
 
-# as torch 2.11 and, with nccl2, torch 2.15 write it
+# the message of torch 2.11, and of torch 2.15 with nccl2
 LEGACY = """\
 NCCL error in: ProcessGroupNCCL.cpp:3780, unhandled system error, NCCL version 2.28.9
 ncclSystemError: System call or external library call failed or device error.\x20
@@ -151,15 +155,15 @@ Failed to initialize NCCL communicator: invalid usage\x20
 NCCL Last Error: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"""
 
 
-def test_why_nccl_failed_is_part_of_the_line() -> None:
+def test_the_last_error_of_nccl_is_part_of_the_line() -> None:
     legacy, nccl2 = (cli.describe(RuntimeError(text)) for text in (LEGACY, NCCL2))
     assert legacy.endswith("2.28.9: Call to ibv_create_cq failed with error Cannot allocate memory")
     assert nccl2.startswith("RuntimeError: Failed to initialize NCCL communicator: invalid usage: ")
     assert nccl2.endswith(": Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000")
-    assert cli.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"  # none was recorded
+    assert cli.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"  # no last error
 
 
-# as torch 2.14 writes it: of a full GPU, and of a process with a limit of its own
+# the message of torch 2.14 for a full GPU, and for a process with a memory limit
 FULL = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 79.11 GiB of "
     "which 11.68 MiB is free. "
@@ -172,13 +176,13 @@ ADVICE = (
 )
 
 
-def test_out_of_memory_is_one_short_line() -> None:
+def test_out_of_memory_is_shortened_to_one_line() -> None:
     short = "GPU 1 has 11.68 MiB of 79.11 GiB free, 20.00 MiB needed"
     process = "Including non-PyTorch memory, this process has 77.16 GiB memory in use. "
     for text in (FULL + process + ADVICE, FULL + "Process 7 has 78 GiB memory in use. " + ADVICE):
         error = torch.OutOfMemoryError(text)
         assert cli.describe(error) == f"OutOfMemoryError: {short}"
-        # as RPC brings it from a server
+        # as RPC returns it from a server
         remote = f"On WorkerInfo(id=2, name=server0):\nOutOfMemoryError({text!r})\nTraceback (most"
         assert cli.describe(RuntimeError(remote)) == f"OutOfMemoryError('{short}')"
     limited = torch.OutOfMemoryError(f"{FULL}{process}11.87 GiB allowed; {ADVICE}")
@@ -187,8 +191,8 @@ def test_out_of_memory_is_one_short_line() -> None:
     assert cli.describe(wrapped) == f"RuntimeError: rank 1: {short}"
 
 
-def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a folder without git, a file that was changed since a commit, a hook's variables."""
+def test_the_version_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without git, with a file changed since the commit, and with the variables of a hook."""
     version = cli.version.__wrapped__  # without its cache
     assert version(tmp_path) == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -197,20 +201,20 @@ def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.Monkey
         subprocess.run([*git, *words], check=True, timeout=60)
     clean = version(tmp_path)
     assert re.fullmatch(r"[0-9a-f]{7,}", clean)
-    os.utime(tmp_path / "a.py", (0, 0))  # git would bring its index up to date
+    os.utime(tmp_path / "a.py", (0, 0))  # git status would update its index
     index = (tmp_path / ".git" / "index").read_bytes()
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "of another repository"))
     assert version(tmp_path) == clean
-    assert (tmp_path / ".git" / "index").read_bytes() == index  # nothing was locked or written
+    assert (tmp_path / ".git" / "index").read_bytes() == index  # it was not written
     (tmp_path / "a.py").write_text("2")
     assert version(tmp_path) == f"{clean}-dirty"
-    monkeypatch.setenv("PATH", "")  # no git at all
+    monkeypatch.setenv("PATH", "")  # git is not installed
     assert version(tmp_path) == "unknown"
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_version_and_the_first_lines(rank: str, monkeypatch: Any, capsys: Any) -> None:
-    """Rank 0 prints them as soon as the flags are read; the command as it was typed."""
+    """Rank 0 prints version and command as soon as the flags are parsed."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--ranks", "2 3", "--json", "-"])
     lines = f"# torchrun-bench x, version {cli.version()}\n"
@@ -219,9 +223,9 @@ def test_the_version_and_the_first_lines(rank: str, monkeypatch: Any, capsys: An
     parser.add_argument("--ranks", required=True)
     cli.add_common_flags(parser)
     parser.parse_args()
-    assert capsys.readouterr() == ("", lines if rank == "0" else "")  # stdout has the report alone
+    assert capsys.readouterr() == ("", lines if rank == "0" else "")  # stdout is for the report
     with pytest.raises(SystemExit, match="0"):
-        parser.parse_args(["--version"])  # no mandatory flag is missed
+        parser.parse_args(["--version"])  # the required flag may be missing
     told = f"torchrun-bench 0.1.0, commit {cli.version()}\n"
     assert capsys.readouterr().out == (told if rank == "0" else "")
 
@@ -230,7 +234,7 @@ def test_the_age_of_a_process_does_not_follow_the_wall_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     youngest = cli.age_s()
-    age = time.time() - psutil.Process().create_time()  # whole seconds since the boot
+    age = time.time() - psutil.Process().create_time()  # whole seconds since boot
     assert youngest - 2 < age < cli.age_s() + 2
     day = time.time() - 86400
     monkeypatch.setattr("time.time", lambda: day)
@@ -238,10 +242,11 @@ def test_the_age_of_a_process_does_not_follow_the_wall_clock(
 
 
 @pytest.mark.parametrize(("launcher", "speaks"), [("TORCHELASTIC_RUN_ID", False), (None, True)])
-def test_a_rank_that_was_started_by_hand_speaks_for_itself(
+def test_a_rank_started_by_hand_prints_its_own_mistake(
     launcher: str | None, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Its command line is its own. A launcher gives all ranks the same one, and rank 0 speaks."""
+    """Each rank started by hand has its own command line. Under a launcher all ranks have the same
+    one, and only rank 0 prints the mistake."""
     for name in cli.LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     if launcher:

@@ -1,4 +1,4 @@
-"""The arithmetic of collectives.py, worked out by hand: no process group."""
+"""The arithmetic of collectives.py, without a process group."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ KEY |= {"count": 16_000_000, "dtype": "float32", "redop": "sum", "root": -1, "ca
 
 
 def derived(rows: Any, groups: list[list[int]], wrong: list[int], **key: Any) -> Case:
-    """A case of the times [rank][sample] of both variants. wrong: values of each rank in place."""
+    """A case from times [rank][sample] of both variants. wrong: wrong values per rank, in place."""
     ranks = sorted(rank for group in groups for rank in group)
     samples = {"step": rows, "out_of_place": rows}
     case = Case(key=KEY | key, ranks=ranks, samples_s=samples, stop="max-seconds")
@@ -27,11 +27,11 @@ def derived(rows: Any, groups: list[list[int]], wrong: list[int], **key: Any) ->
 
 
 def test_bandwidths() -> None:
-    """64 MB among 4 ranks in 10 ms: 6.4 GB/s, and 1.5 times that on the bus."""
+    """64 MB on 4 ranks in 10 ms: algbw is 6.4 GB/s, and busbw 1.5 times as much."""
     rows = [[0.008, 0.010, 0.010], [0.010, 0.009, 0.012], [0.001] * 3, [0.002] * 3]
     case = derived(rows, [[0, 1, 2, 3]], [0] * 4)
     m = case.metrics
-    assert m["in_place_time_s"] == Estimate(0.010)  # the slowest rank's: 10, 10, 12 ms
+    assert m["in_place_time_s"] == Estimate(0.010)  # of the slowest rank: 10, 10, 12 ms
     assert m["in_place_algbw_gb_per_s"].value == pytest.approx(6.4)
     assert m["in_place_busbw_gb_per_s"].value == pytest.approx(9.6)
     assert m["efficiency"].value == pytest.approx(0.8)
@@ -45,8 +45,8 @@ def test_bandwidths() -> None:
         assert collectives.ScanTable().row(case).endswith(cell)
 
 
-def test_of_several_groups_the_slowest_counts() -> None:
-    """And with -G a replay of 5 calls is divided by 5."""
+def test_the_slowest_group_counts() -> None:
+    """With -G, the time of a replay of 5 calls is divided by 5."""
     rows, key = [[20], [5], [10], [15]], {"group_ranks": 2, "cudagraph": 3, "calls": 5}
     case = derived(rows, [[0, 3], [1, 2]], [0, 0, 2, 1], **key)
     assert case.metrics["in_place_group_times_s"] == [Estimate(4), Estimate(2)]
@@ -54,9 +54,9 @@ def test_of_several_groups_the_slowest_counts() -> None:
     assert case.check == "failed: 3 wrong values"
 
 
-def test_how_samples_spread() -> None:
-    """1 to 200 us: the 198th of 200; mean 100.5, variance (200^2 - 1) / 12. Nearest rank, as in
-    nccl-tests: of few samples it is the largest."""
+def test_spread_of_samples() -> None:
+    """Of 1 to 200 us, p99 is the 198th value, the mean is 100.5 and the variance (200^2 - 1) / 12.
+    Percentiles are nearest-rank, as in nccl-tests: p99 of few samples is the largest."""
     us = torch.arange(1, 201).flip(0).double().numpy()
     assert collectives.spread_of(us[:99])["p99_s"] == 200
     _, names, _, row = collectives.ScanTable(True).row(derived([us / 1e6], [[0]], [0])).splitlines()
@@ -66,18 +66,18 @@ def test_how_samples_spread() -> None:
 
 def test_scan() -> None:
     assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
-    assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # at least one byte further
+    assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # a step of at least one byte
     assert collectives.scan(10, 50, 20, 2.0) == [10, 30, 50]
 
 
 def planned(flags: str, groups: list[list[int]], device: str = "cpu") -> dict[str, Any]:
-    """The cases of each table."""
+    """The planned cases of each table."""
     return collectives.plan(collectives.parse_args(flags.split()), device, groups)
 
 
 def test_counts_are_those_of_nccl_tests() -> None:
-    """A rank brings its share. A size that does not divide is cut, a repeated one measured once.
-    An operation that does not reduce has one table, whatever --op. Two groups of two ranks."""
+    """Two groups of two ranks. A size is rounded down to a multiple of the ranks, and duplicates
+    are measured once. An operation that does not reduce has one table, whatever --op."""
     flags = "--collective all_gather,reduce -o sum,max -r 1 -b 2 -e 50 -f 5"
     tables = planned(flags, [[0, 2], [1, 3]])
     sizes = [[(key["size_bytes"], key["count"]) for _, _, key in rows] for rows in tables.values()]
@@ -93,14 +93,14 @@ def test_counts_are_those_of_nccl_tests() -> None:
     ("device", "flags", "calls"),
     [("cpu", "", [1, 1]), ("cuda", "", [20, 4]), ("cuda", "-I 1", [1, 1]), ("cpu", "-n 9", [9, 9])],
 )
-def test_the_calls_of_a_sample(device: str, flags: str, calls: list[int]) -> None:
-    """On CUDA 20, but 4 GiB at most. A number that -n gives is taken as it is."""
+def test_calls_per_sample(device: str, flags: str, calls: list[int]) -> None:
+    """20 on CUDA, limited to 4 GiB in total. A number given by -n is used unchanged."""
     [cases] = planned(f"-b 64K -e 1G -f 16384 {flags}", [[0, 1]], device).values()
     assert [key["calls"] for _, _, key in cases] == calls
 
 
 def measured(size: int, us: float, gb_per_s: float, width: float = 0.01) -> Case:
-    """In place twice as fast as out of place. width: of the intervals, as a share."""
+    """A case, in place twice as fast as out of place. width: relative half-width of intervals."""
 
     def near(value: float) -> Estimate:
         return Estimate(value, value * (1 - width), value * (1 + width))
@@ -112,7 +112,7 @@ def measured(size: int, us: float, gb_per_s: float, width: float = 0.01) -> Case
 
 
 def test_answer() -> None:
-    """Half of 0.8 is reached at 64K, missed at 1M, and reached again at 2M."""
+    """Half of 0.8 GB/s is reached at 64K, missed at 1M, and reached again at 2M."""
     rows = [(8, 31, 0.001), (2**16, 50, 0.45), (2**20, 90, 0.3), (2**21, 95, 0.8), (2**22, 99, 0.7)]
     cases = [measured(*row) for row in rows]
     assert collectives.answer(None, cases[::-1]) == (
@@ -130,10 +130,10 @@ def test_answer() -> None:
 
 
 def test_beside_by_hand() -> None:
-    """Alone 10 and 5 ms, both 12 ms, in one of 6 rounds 18 ms; the slowest of 2 ranks counts. The
-    geometric mean is 12 * 1.5^(1 / 6) = 12.839 ms, and the standard deviation of the logarithms
-    0.1655, so the interval is 1.284 exp(-+ 2.571 * 0.1655 / sqrt(6)). Both are 1,000 times as fast
-    on rank 1."""
+    """Alone the two take 10 and 5 ms. Both together take 12 ms, and 18 ms in one of 6 rounds. The
+    geometric mean is 12 * 1.5^(1 / 6) = 12.839 ms, and the standard deviation of the logarithms is
+    0.1655, so the interval is 1.284 exp(-+ 2.571 * 0.1655 / sqrt(6)). Rank 1 is 1,000 times as
+    fast, and the slowest rank counts."""
     both = [0.012, 0.012, 0.018, 0.012, 0.012, 0.012]
     rows = {"step": both, "alone": [0.010] * 6, "beside": [0.005] * 6}
     samples = {name: [row, [x / 1e3 for x in row]] for name, row in rows.items()}
@@ -160,8 +160,8 @@ def test_beside_by_hand() -> None:
     assert case.check == "failed: 7 wrong values"
 
 
-def test_the_cases_of_beside() -> None:
-    """The other one has its own size, cut to a whole number of parts, or that of the case."""
+def test_cases_with_beside() -> None:
+    """The other collective has its own size, rounded down to whole parts, or that of the case."""
     for flag, sizes in (("all_to_all", [24, 96]), ("all_to_all:50", [48, 48])):
         [(title, cases)] = planned(f"-b 24 -e 96 -f 4 --beside {flag}", [[0, 1, 2]]).items()
         assert title.endswith("; at most 1 call a sample, one buffer; beside all_to_all")

@@ -1,4 +1,4 @@
-"""analysis/compare.py: verdicts by hand-worked numbers, what it prints, and when a gate passes."""
+"""analysis/compare.py: verdicts, printed lines, and when a gate passes."""
 
 import json
 import math
@@ -40,9 +40,9 @@ def test_the_example_of_the_page_by_hand(tmp_path: Path) -> None:
         # Welch: s = 0.09 / 3, t = 0.05 / 5; (s + t)^2 / (s^2 / 2 + t^2 / 4) = 3.368 degrees of
         # freedom, so 2.9943 * sqrt(0.04); one variance for both would say 2.447 * 0.1838
         ([-0.3, 0, 0.3], [0.02**0.5 * i for i in (-2, -1, 0, 1, 2)], 0.59886),
-        # the same number of runs, but one side alone scatters: 2 degrees, 4.3027 * sqrt(0.03)
+        # as many runs, but only one side scatters: 2 degrees of freedom, 4.3027 * sqrt(0.03)
         ([-0.3, 0, 0.3], [0.1, 0.1, 0.1], 0.74525),
-        # one run has no scatter of its own: 4.3027 * sqrt(0.09 * (1 / 3 + 1))
+        # the scatter of a single run is unknown: 4.3027 * sqrt(0.09 * (1 / 3 + 1))
         ([-0.3, 0, 0.3], [0.1], 1.49050),
     ],
 )
@@ -66,9 +66,9 @@ def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "test", "blocks", "ratio"),
     [
-        # 1.05, 1.10 and 1.463 twice: their geometric mean
+        # the geometric mean of 1.05, 1.10 and 1.463, each twice
         ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 6, (1.05 * 1.1 * 60 / 41) ** (1 / 3)),
-        # of 5 blocks, or with one of 0 s, a run's median counts: 41 and 60 ms; 41 ms
+        # with 5 blocks, or if one took 0 s, the median of a run counts: 41 and 60 ms; 41 ms
         ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 5, 60 / 41),
         ([0.000, 0.060, 0.041], [0.070, 0.066, 0.050], 6, (70 * 66 * 50) ** (1 / 3) / 41),
     ],
@@ -76,7 +76,7 @@ def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
 def test_the_time_of_a_run_is_made_of_its_blocks(
     tmp_path: Path, base: list[float], test: list[float], blocks: int, ratio: float
 ) -> None:
-    """Of runs that took turns, TEST has two blocks more here, which do not count."""
+    """Of interleaved runs, two additional blocks of TEST do not count."""
     loaded = {}
     for side, times in (("a", base), ("b", test)):
         each = [time for time in (times * 2)[:blocks] for _ in range(3)]
@@ -94,9 +94,9 @@ def test_the_time_of_a_run_is_made_of_its_blocks(
 
 
 def test_false_discoveries_by_hand() -> None:
-    """Of ten cases that differ by 1.7 to 4 standard errors; p is at most 0.05 in five of them.
+    """Of ten cases, five differ by 1.7 to 4 standard errors and have p <= 0.05.
 
-    Benjamini and Hochberg at 5 %: 0.0187 > 0.05 * 2 / 10, so only the first one counts.
+    Benjamini and Hochberg at 5 %: 0.0187 > 0.05 * 2 / 10, so only the first is significant.
     """
     scatter = [-0.01, 0.01, -0.01, 0.01, -0.01, 0.01]
     cases = []
@@ -116,9 +116,9 @@ def test_runs_needed_by_hand(tmp_path: Path) -> None:
     assert comparison.cases[0].runs_needed == 10
     line = "# 10 runs per side have an even chance of narrowing the intervals to +-2 %; 30 decide"
     assert line in show(comparison)
-    # pairs whose ratios differ by as much: t(n - 1) * s / sqrt(n), 0.0185 of 7 and 0.0210 of 6
+    # pairs with ratios that differ as much: t(n - 1) * s / sqrt(n) is 0.0185 for 7, 0.0210 for 6
     (paired,) = compared(tmp_path / "p", [1.0] * 3, side, paired=True).cases
-    # two looks share the error: t(n - 1) at 97.5 % is 2.841 and 2.752, so 0.0201 of 8, 0.0183 of 9
+    # two looks share the error rate, t(n - 1) is 2.841 and 2.752: 0.0201 for 8, 0.0183 for 9 pairs
     (twice,) = compared(tmp_path / "l", [1.0] * 3, side, paired=True, looks=2).cases
     assert (paired.runs_needed, twice.runs_needed) == (7, 9)
 
@@ -133,7 +133,7 @@ def test_geometric_mean_by_hand(tmp_path: Path) -> None:
     assert mean.ratio == pytest.approx(1.1**1.5)
 
 
-def test_one_side_before_the_other_is_a_warning(tmp_path: Path) -> None:
+def test_a_warning_if_one_side_ran_before_the_other(tmp_path: Path) -> None:
     base = runs(tmp_path / "a", [1.0, 1.1, 1.0])  # started at 0, 1 and 2 h
     test = tmp_path / "b"
     for hour in (4, 5, 6):
@@ -162,7 +162,7 @@ def test_environment_and_hardware(tmp_path: Path) -> None:
 
 
 FAILED = case("x", check="failed: out of memory", samples_s={}, rounds=[])
-BARE = case("a probe", samples_s={}, rounds=[], metrics={})  # as node_check.py writes one
+BARE = case("a probe", samples_s={}, rounds=[], metrics={})  # as node_check.py writes it
 
 
 @pytest.mark.parametrize(
@@ -175,25 +175,25 @@ BARE = case("a probe", samples_s={}, rounds=[], metrics={})  # as node_check.py 
         ([1], [3], "undecided", 4, "no verdict (1 undecided)"),
     ],
 )
-def test_a_gate_that_could_not_look_has_not_passed(
+def test_a_gate_without_enough_evidence_does_not_pass(
     tmp_path: Path, base: list[float], test: list[float], verdict: str, status: int, outcome: str
 ) -> None:
-    """A case without a number, on both sides, needs no verdict."""
+    """A case without a number on both sides needs no verdict."""
     for side, times in (("a", base), ("b", test)):
         for i, seconds in enumerate(times):
             write(tmp_path / side / f"{i}.jsonl", case("x", [seconds]), BARE)
     words = ("compare.py", str(tmp_path / "a"), "--test", str(tmp_path / "b"))
-    assert run(*words).returncode == 0  # nothing was asked for
+    assert run(*words).returncode == 0  # without a gate
     done = run(*words, "--fail-on", "slower")
     assert done.returncode == status
     assert f"\n# 1 {verdict}\n" in done.stdout
     assert done.stdout.endswith(f"\n# --fail-on slower: {outcome}\n")
     assert "a probe" not in done.stdout
-    assert (done.stdout.count(outcome), done.stderr) == (1, "")  # it is said once
+    assert (done.stdout.count(outcome), done.stderr) == (1, "")  # printed once
 
 
 def test_a_gate_counts_each_case_once() -> None:
-    """The mean is no case; but it may be slower where no case is with confidence."""
+    """The mean is not a case, but it may be slower although no single case is significantly so."""
     for verdicts, mean, outcome in (
         (["slower"] * 6, "slower", ("failed", "6 slower")),
         (["slower", "faster", "missing"], "same", ("failed", "1 slower, 1 missing")),
@@ -205,7 +205,7 @@ def test_a_gate_counts_each_case_once() -> None:
         assert outcome_of(comparison, ["slower", "missing"]) == outcome
 
 
-def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+def test_cases_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     mended = case("mended")
     failed = FAILED | {"key": mended["key"], "name": "mended"}
     base = write(tmp_path / "a.jsonl", case("x"), case("z"), failed)
@@ -217,7 +217,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     done = run("compare.py", base, "--test", test, "--fail-on", "slower")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.endswith("\n# --fail-on slower: failed (1 failed)\n")
-    test = write(tmp_path / "c.jsonl", mended, case("late"))  # what is new has nothing to pass
+    test = write(tmp_path / "c.jsonl", mended, case("late"))  # new cases do not count
     for fail_on, status, words in (
         ("slower", 4, "no verdict (2 missing)"),
         ("missing", 1, "failed (2 missing)"),
@@ -229,7 +229,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert "has a time or a metric" in run("compare.py", bare[0], "--test", bare[1]).stderr
 
 
-def test_cases_that_do_not_meet_are_told_the_flag_that_joins_them(tmp_path: Path) -> None:
+def test_unmatched_cases_suggest_the_flag_that_joins_them(tmp_path: Path) -> None:
     sides = []
     for size, hook in ((25, "none"), (100, "bf16")):
         key = {"model": "resnet18", "bucket_size_mb": size, "comm_hook": hook}
@@ -240,8 +240,8 @@ def test_cases_that_do_not_meet_are_told_the_flag_that_joins_them(tmp_path: Path
     assert "2 undecided" in run(*words, *flag).stdout
 
 
-def test_pytorchs_ddp_benchmark_meets_ddp_sweep(tmp_path: Path) -> None:
-    """It sets no precision: `--dtype default` is the same, fp32 is said to differ."""
+def test_pytorchs_ddp_benchmark_is_compared_with_ddp_sweep(tmp_path: Path) -> None:
+    """PyTorch's script sets no precision, like `--dtype default`. fp32 differs from that."""
     results = [{"ranks": [0], "measurements": [0.2]}, {"ranks": [0, 1], "measurements": [0.3] * 2}]
     entry = {"model": "resnet18", "batch_size": 8, "result": results}
     about = {"distributed_backend": "gloo", "bucket_size": 25, "benchmark_results": [entry]}
@@ -263,7 +263,7 @@ def test_pytorchs_ddp_benchmark_meets_ddp_sweep(tmp_path: Path) -> None:
     assert "# environment: key.dtype: default in BASE, fp32 in TEST" in done.stdout
 
 
-def test_nothing_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:
+def test_no_control_sequence_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:
     bad = "\x1b[31m<b>|`x`\n"
     for side, check in (("a", "passed"), ("b", f"failed: {bad}")):
         about = {"environment": {"torch": bad + check, bad: bad + check}, "benchmark": bad}
@@ -272,8 +272,8 @@ def test_nothing_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.count("\x1b")) == (0, 0), done.stderr
 
 
-def test_runs_far_off_the_others_are_named(tmp_path: Path) -> None:
-    """Of 12 nights of 100 ms, 2 % apart, two took 150 and 60 ms. Five are needed to tell."""
+def test_outlying_runs_are_named(tmp_path: Path) -> None:
+    """Of 12 nights at 100 ms, 2 % apart, two took 150 and 60 ms. At least five runs are needed."""
     times = [0.1, 0.102, 0.1, 0.098, 0.15, 0.101, 0.1, 0.099, 0.06, 0.1, 0.1, 0.102]
     for number, seconds in enumerate(times):
         write(tmp_path / "nights" / f"{number:02}.jsonl", case("x", [seconds] * 6))

@@ -1,5 +1,5 @@
-"""report.py on two sides: the page begins with the comparison, and says what compare.py and ab.py
-print. tests/test_report_page.py looks at such a page in a browser."""
+"""report.py with two sides: the page begins with the comparison, and agrees with the output of
+compare.py and ab.py. tests/test_report_page.py opens such a page in a browser."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ Change = Callable[[int, list[dict[str, Any]]], tuple[list[dict[str, Any]], dict[
 def side(folder: Path, factors: list[float], seed: int, runs: int = 5, **more: Any) -> str:
     """A folder of reports of three cases, which take 0.1, 0.2 and 0.3 s times these factors.
 
-    change: makes other cases and other entries of the report of run i.
+    change: a function of the number and the cases of a run that returns its cases and entries.
     """
     change: Change = more.pop("change", lambda i, cases: (cases, {}))
     times = [alike(runs, 0.1 * (k + 1) * x, seed + 10 * k, 0.003) for k, x in enumerate(factors)]
@@ -57,8 +57,8 @@ def is_disturbed(
 
 
 def assert_agree(page: str, printed: str) -> None:
-    """Each cell of the table for a terminal stands on the page; times, ratio and interval of it can
-    be checked against each other; notes and warnings are the same apart from folders."""
+    """The page has each cell of the printed table, and the same notes and warnings apart from
+    folders."""
     header, *rows = tables_of(page)["Verdicts"]
     by_name = [dict(zip(header, row, strict=True)) for row in rows]
     columns = [*COLUMNS[:4], *(name for name in header if "interval" in name), header[1]]
@@ -112,7 +112,7 @@ def test_one_run_a_side_has_no_verdict(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_left_out_are_named_with_their_reason(tmp_path: Path) -> None:
-    """Of TEST the second and the fourth were disturbed, and one is a copy."""
+    """The second and fourth run of TEST were disturbed, and one is a copy."""
     base = side(tmp_path / "base", [1, 1, 1], 1)
     test = side(tmp_path / "test", [1, 1, 1], 2, change=is_disturbed)
     (tmp_path / "test" / "09.jsonl").write_bytes((tmp_path / "test" / "01.jsonl").read_bytes())
@@ -137,7 +137,7 @@ def test_runs_that_are_left_out_are_named_with_their_reason(tmp_path: Path) -> N
     assert f"{what}test/02 (1.5 of 2 cores), test/04 (1.5 of 2 cores)" in warnings
 
 
-def test_what_differs_stands_beside_the_verdicts(tmp_path: Path) -> None:
+def test_differences_of_the_environments_are_shown(tmp_path: Path) -> None:
     about: dict[str, Any] = {"hosts": ["node1"], "world_size": 8, "num_nodes": 1}
     old = about | {"devices": ["H100"], "torch": "2.14.1"}
     new = about | {"devices": ["A100"], "torch": "2.15.0"}
@@ -179,20 +179,20 @@ with open(path, "w") as file:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[[float], str]:
-    """A command of ab.py whose steps take this many times 0.1 s."""
+    """A command for ab.py. Its steps take the given factor times 0.1 s."""
     script = tmp_path / "scripts" / "fake.py"
     script.parent.mkdir()
     script.write_text(SCRIPT)
     return lambda factor: f"{shlex.quote(sys.executable)} {shlex.quote(str(script))} {factor}"
 
 
-def test_a_folder_of_ab(tmp_path: Path, command: Callable[[float], str]) -> None:
-    """With the margin and the variables of the call, whatever the defaults are."""
+def test_a_folder_of_ab_py(tmp_path: Path, command: Callable[[float], str]) -> None:
+    """The page uses the margin and the variables of the call."""
     out = str(tmp_path / "out")
     words = ("--runs", "4", "--margin", "30%", "--b-env", "MODE=fast", "HF_TOKEN=hunter2")
     done = run("ab.py", "--out", out, "--a", command(1), "--b", command(1.2), *words)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "out" / "verdict.json").write_text("{}")  # of --format json, and no report
+    (tmp_path / "out" / "verdict.json").write_text("{}")  # left by --format json; not a report
     page = page_of(tmp_path, out)
     assert_agree(page, done.stdout)
     assert lines_of(page, "answer")[0] == "2 same"
@@ -206,7 +206,7 @@ def test_a_folder_of_ab(tmp_path: Path, command: Callable[[float], str]) -> None
     assert [row[1] for row in tables_of(strict)["Verdicts"][1:]] == ["slower"] * 3
 
 
-def test_a_against_itself(tmp_path: Path, command: Callable[[float], str]) -> None:
+def test_a_command_against_itself(tmp_path: Path, command: Callable[[float], str]) -> None:
     out = str(tmp_path / "out")
     done = run("ab.py", "--out", out, "--a", command(1), "--runs", "4")
     page = page_of(tmp_path, out)
@@ -216,10 +216,10 @@ def test_a_against_itself(tmp_path: Path, command: Callable[[float], str]) -> No
 
 
 def test_a_race_of_several_commands(tmp_path: Path, command: Callable[[float], str]) -> None:
-    """The order is that of ab.py, the best one is BASE, and each pair has its table."""
+    """Commands are in the order of ab.py, the best one is BASE, and each pair has a table."""
     out = str(tmp_path / "out")
     words = ["--a", f"one={command(1)}", "--b", f"slow={command(1.3)}", f"two={command(1)}"]
-    words += ["--margin", "0.1%"]  # so small that it takes both looks
+    words += ["--margin", "0.1%"]  # so small that both looks are needed
     done = run("ab.py", "--out", out, "--runs", "4", "--max-runs", "6", *words)
     assert done.returncode == 0, done.stderr
     page = page_of(tmp_path, out)
@@ -237,13 +237,13 @@ def test_a_race_of_several_commands(tmp_path: Path, command: Callable[[float], s
     assert [int(row[4]) for row in race.rows[:2]] == [6, 6]
     assert [row[0] for row in race.rows][-1] == "slow"
     assert race.rows[-1][1] == "slower"
-    # each round is a point, and each command has its mean
+    # a point for each round, and a mean for each command
     (figure,) = sections[0].figures()
     assert len(figure.axes[0].get_yticklabels()) == 2
 
 
 def test_a_folder_that_was_interrupted(tmp_path: Path, command: Callable[[float], str]) -> None:
-    """The rounds that are whole are compared; without one the reports still get a page."""
+    """Complete rounds are compared. Without any, the page still shows the reports."""
     out = tmp_path / "out"
     words = ("--a", command(1), "--b", command(1.2), "--runs", "3")
     assert run("ab.py", "--out", str(out), *words).returncode == 0
@@ -284,8 +284,9 @@ def test_a_flag_of_comparisons_needs_two_sides(words: str, why: str, tmp_path: P
 # -- names -----------------------------------------------------------------------------------------
 
 
-def test_a_page_names_no_folder_of_a_machine(tmp_path: Path) -> None:
-    """Neither of reports nor in commands and variables; paths that differ stay different."""
+def test_a_page_has_no_absolute_paths(tmp_path: Path) -> None:
+    """Neither those of reports nor those in commands and variables. Different paths remain
+    different."""
     folders = {name: f"/home/me/{name}/train.py" for name in ("base", "head")}
     for name, script in folders.items():
         variables = {"HF_HOME": "/data/models/hf", "LD_PRELOAD": f"/opt/{name}/lib/libx.so"}
@@ -307,7 +308,7 @@ def test_a_page_names_no_folder_of_a_machine(tmp_path: Path) -> None:
 
 
 def test_short_names_by_hand() -> None:
-    """The files of a folder have names of one form; a suffix counts where it alone differs."""
+    """Names within a folder have one form. The suffix is kept if only that differs."""
     for paths, expected in (
         (["/x/a/01.jsonl", "/x/b/01.jsonl", "/x/b/02.jsonl"], ["a/01", "b/01", "b/02"]),
         (["r/ddp.jsonl", "r/t/ddp2.jsonl"], ["ddp", "ddp2"]),
@@ -332,7 +333,7 @@ def compared(tmp_path: Path, **more: Any) -> Any:
 
 
 def points(figure: Figure, marker: str) -> list[tuple[float, float, str]]:
-    """x, y and the colour inside of each point of the plot; not of its legend."""
+    """x, y and the face colour of each point of the plot, without the legend."""
     lines = [line for line in figure.axes[0].lines if line.get_marker() == marker]
     found = []
     for line in lines:
@@ -343,8 +344,8 @@ def points(figure: Figure, marker: str) -> list[tuple[float, float, str]]:
 
 
 def test_the_plot_has_every_run(tmp_path: Path) -> None:
-    """Those of BASE above those of TEST; a run that is left out is a cross. The mean of BASE is 1,
-    and the diamonds are the ratios of the table."""
+    """Runs of BASE are above those of TEST, and a run that was left out is a cross. The mean of
+    BASE is 1, and the diamonds are the ratios of the table."""
     comparison = compared(tmp_path, change=is_disturbed)
     (figure,) = all_runs(comparison, ("BASE", "TEST"))
     assert len(points(figure, "o")) == 3 * (5 + 3)
@@ -371,11 +372,11 @@ def test_runs_that_were_disturbed_alike_are_hollow(tmp_path: Path) -> None:
     assert points(figure, "x") == []
 
 
-def test_cases_without_a_time_on_one_side_are_in_the_plot(tmp_path: Path) -> None:
+def test_cases_measured_on_one_side_are_in_the_plot(tmp_path: Path) -> None:
     (figure,) = all_runs(compared(tmp_path, change=is_missing), ("BASE", "TEST"))
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert texts == ["same", "missing", "missing", "new"]
-    assert points(figure, "x") == []  # they would count, if there was something to compare with
+    assert points(figure, "x") == []  # they count, but have no counterpart
     assert len(points(figure, "D")) == 1
 
 
@@ -390,7 +391,7 @@ def sweep(count: int, hooks: tuple[str, ...], ranks: tuple[int, ...]) -> list[di
 
 
 def covered(figure: Figure) -> bool:
-    """Whether the legend lies over the axes, where the points are."""
+    """Whether the legend covers the axes, where the points are."""
     figure.draw_without_rendering()
     axes = figure.axes[0]
     legend = axes.get_legend()
@@ -398,7 +399,7 @@ def covered(figure: Figure) -> bool:
 
 
 def test_one_figure_for_each_setting_and_no_legend_over_points(tmp_path: Path) -> None:
-    """A curve for each report; settings with a single number of ranks are bars of one figure."""
+    """Each report is a curve. Settings with only one number of ranks are bars of one figure."""
     hooks = ("none", "bf16", "a hook with a long name")
     paths = [
         write(tmp_path / f"{name}.jsonl", *sweep(i + 1, hooks, (1, 2, 4)))
@@ -422,7 +423,7 @@ def test_one_figure_for_each_setting_and_no_legend_over_points(tmp_path: Path) -
 
 
 def test_many_cases_have_a_row_each(tmp_path: Path) -> None:
-    """64 of them: no label lies over another one, and what all begin with stands in the title."""
+    """With 64 cases no label covers another, and their common prefix is in the title."""
     for name, seed in (("base", 1), ("test", 2)):
         for i in range(2):
             times = alike(64, 0.1, seed + i)
@@ -447,7 +448,7 @@ def test_bars_with_long_names_have_room_for_them(tmp_path: Path) -> None:
 
 
 def test_answers_of_several_reports_are_a_table(tmp_path: Path) -> None:
-    """The answer of a single one is in bold."""
+    """The answer of a single report is in bold."""
     for name in ("a", "b"):
         path = tmp_path / f"{name}.jsonl"
         write(path, case("x"), status=None)

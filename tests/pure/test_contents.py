@@ -1,4 +1,4 @@
-"""Which files are behind a number, and when their hash changes."""
+"""common/contents.py: the files that a run depends on, and when their hash changes."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.process import ROOT
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a script, models and their local modules."""
+    """The working directory, with a script, models and local modules."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "train.py", "import torch, helper\nfrom shapes import wide as w\n")
     write(tmp_path, "helper.py", "import json\nif True: import deep.below.leaf as leaf, absent\n")
@@ -40,8 +40,8 @@ LEAF = {"deep/__init__.py", "deep/below/__init__.py", "deep/below/leaf.py"}
 SHAPES = {"shapes/wide.py", "shapes/narrow.py", "shapes/other.py"}
 
 
-def test_a_script_has_the_local_modules_that_it_imports(folder: Path) -> None:
-    """Recursively, relative imports of a folder without __init__.py and cycles included."""
+def test_a_script_includes_the_local_modules_that_it_imports(folder: Path) -> None:
+    """Imports are followed recursively, including relative ones without __init__.py and cycles."""
     files = contents.python_program(folder / "train.py", [str(folder), *sys.path])
     assert set(files) == {"train.py", "helper.py", *LEAF, *SHAPES}
     own = contents.python_program(ROOT / "benchmarks/replay.py", [str(ROOT), *sys.path])
@@ -49,7 +49,7 @@ def test_a_script_has_the_local_modules_that_it_imports(folder: Path) -> None:
     assert "benchmarks/ddp_sweep.py" not in own
 
 
-def test_a_model_has_its_package_and_is_not_imported(folder: Path) -> None:
+def test_a_model_includes_its_package_and_is_not_imported(folder: Path) -> None:
     search = [str(folder), *sys.path]
     of_package = {"zoo/__init__.py", "zoo/nets/big.py", "zoo/layers.py"}
     files = contents.model("zoo.nets.big", search)
@@ -59,14 +59,14 @@ def test_a_model_has_its_package_and_is_not_imported(folder: Path) -> None:
     for missing in ("nowhere", "zoo/nets", "", ".zoo", "..:x"):
         assert contents.model(missing, search) == {}
     assert "zoo" not in sys.modules
-    installed = contents.model("numpy.linalg", search)  # named, so it counts
+    installed = contents.model("numpy.linalg", search)  # it was named explicitly
     assert "numpy/linalg/__init__.py" in installed
     assert not [name for name in installed if not name.startswith("numpy/")]
 
 
 @pytest.mark.parametrize("edited", ["train.py", "deep/below/leaf.py", "shapes/other.py"])
 def test_an_edit_changes_the_hash(folder: Path, edited: str) -> None:
-    """And the name of the folder does not."""
+    """The name of the folder does not change it."""
     before = contents.of_run("train.py", ["train"])
     assert set(before) == {"common/ and benchmarks/workloads/", "train.py", "train"}
     copy = folder / "a copy"
@@ -78,7 +78,7 @@ def test_an_edit_changes_the_hash(folder: Path, edited: str) -> None:
 
 
 def test_the_harness_is_hashed_by_its_bytes(tmp_path: Path) -> None:
-    """A commit with `-dirty` behind it says nothing; files beside the harness do not count."""
+    """A commit with `-dirty` is not enough. Files outside of the harness do not count."""
     write(tmp_path, "common/observe/a.py", "1")
     write(tmp_path, "benchmarks/workloads/b.py", "2")
     write(tmp_path, "benchmarks/c.py", "3")

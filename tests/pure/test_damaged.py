@@ -1,4 +1,4 @@
-"""Damaged reports: whatever a value is replaced by, the readers show it or say so in one line."""
+"""Damaged reports: whatever a value is replaced by, the readers show it or print one line."""
 
 import json
 import random
@@ -21,7 +21,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to each value in lists and objects, but for samples."""
+    """The path to each value in lists and objects, except for most samples."""
     if path:
         yield path
     entries: Any = value.items() if isinstance(value, dict) else ()
@@ -48,5 +48,5 @@ def test_no_damage_ends_a_reader_with_a_traceback(seed: int, tmp_path: Path) -> 
         done = run(*words)
         assert (done.returncode, done.stderr.count("\n")) in ((0, 0), (2, 1)), done.stderr
         assert "\x1b" not in done.stderr
-    with suppress(ValueError, OSError, *DAMAGE):  # what report.py refuses in one line
+    with suppress(ValueError, OSError, *DAMAGE):  # report.py refuses these in one line
         sections_of([str(damaged)])

@@ -1,4 +1,4 @@
-"""ddp_sweep.py: settings timed in turns, what is said of them, and the overlap that cannot be.
+"""ddp_sweep.py: interleaved settings, sentences about them, and overlap that cannot be computed.
 
 The other formulas are in tests/test_ddp_sweep.py.
 """
@@ -23,7 +23,7 @@ BEGIN = "m, torch's default precision"
 
 
 def swinging(seconds: float) -> list[float]:
-    """6 rounds of one iteration whose logarithms are 0.01 above and below that of the seconds."""
+    """6 rounds of one iteration, alternately 0.01 above and below `seconds` on a log scale."""
     return [seconds * float(np.exp(0.01 * (-1) ** i)) for i in range(6)]
 
 
@@ -40,8 +40,8 @@ def near(value: float, half: float = HALF) -> Any:
 
 
 def interleaved(seconds: Sequence[list[float]], **more: Any) -> Case:
-    """A case of 2 ranks with the seconds of each of LABELS. A rank alone takes 0.9 s, and local
-    compute 0.95 s."""
+    """A case of 2 ranks. seconds: those of each setting in LABELS. One rank alone takes 0.9 s, and
+    local compute 0.95 s."""
     key = {"ddp": True, "settings": ", ".join(LABELS[: len(seconds)]), "model": "m"}
     key |= {"dtype": "default", "device": "cpu", "global_batch": None, "accumulate": 1}
     key |= {"batch_size": 3, "bucket_size_mb": None, "comm_hook": None}
@@ -58,17 +58,17 @@ def interleaved(seconds: Sequence[list[float]], **more: Any) -> Case:
 
 
 def test_ratios_to_the_first_setting_by_hand() -> None:
-    """1.12 s against 1 s, and 1.12 against 1.4. Each interval is at 97.5 %."""
+    """1.12 s / 1 s and 1.12 s / 1.4 s, each with an interval at 97.5 %."""
     case = interleaved([swinging(1.12), [1.0] * 6, [1.4] * 6])
     metrics = case.metrics
     assert ends(metrics["25MB bf16 speed"]) == near(1.12)
     assert ends(metrics["1MB none speed"]) == near(0.8)
-    # how many times as fast as this one is the setting with the shortest step?
+    # how many times as fast the fastest setting is
     assert ends(metrics["25MB none lead_of_fastest"]) == near(1.12)
     assert ends(metrics["1MB none lead_of_fastest"]) == near(1.4, 0)
     assert "25MB bf16 lead_of_fastest" not in metrics
     assert "25MB none speed" not in metrics
-    # exposed is step - local compute of each; a rank alone takes 0.9 s
+    # exposed is step - local compute; one rank alone takes 0.9 s
     assert metrics["exposed_s"].value == pytest.approx(1.12 - 0.95)
     assert metrics["25MB bf16 exposed_s"].value == pytest.approx(0.05)
     assert metrics["efficiency"].value == pytest.approx(0.9 / 1.12)
@@ -97,7 +97,7 @@ def test_the_rows_of_an_interleaved_case() -> None:
     assert ddp_sweep.rows_of(failed) == [failed]
 
 
-def test_a_fastest_setting_beats_every_other_one() -> None:
+def test_the_fastest_setting_is_significantly_faster_than_all_others() -> None:
     rows = ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6, [1.4] * 6]))
     first, *sentences = ddp_sweep.answer(rows)
     assert first.startswith(f"{BEGIN}, buckets of 25 MB: DDP on 2 ranks trains 1.61 times (")
@@ -110,7 +110,7 @@ def test_a_fastest_setting_beats_every_other_one() -> None:
 
 
 def test_settings_that_do_not_differ_significantly() -> None:
-    """1.01 times: 0.996 to 1.024 at 97.5 %, although 1 percent would do at 95 % of one ratio."""
+    """1.01 times: 0.996 to 1.024 at 97.5 %. At 95 % of a single ratio it would be significant."""
     rows = ddp_sweep.rows_of(interleaved([swinging(1.01), [1.0] * 6, [1.4] * 6]))
     _, *sentences = ddp_sweep.answer(rows)
     assert sentences[0] == (
@@ -121,10 +121,10 @@ def test_settings_that_do_not_differ_significantly() -> None:
         f"{BEGIN}, 2 ranks: no setting is the fastest, 25 MB with bf16 does not differ "
         "significantly from 25 MB: 1.01 times (1.00 to 1.02)"
     )
-    # of two settings the ratio says it all
+    # with two settings the ratio is enough
     _, *sentences = ddp_sweep.answer(ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6])))
     assert len(sentences) == 1
-    # without an interval nothing is certain
+    # a ratio without an interval is not significant
     lead = {"b": Estimate(2, 1.9, 2.1), "a": Estimate(2.5)}
     assert fastest("c", lead) == (
         "no setting is the fastest, c does not differ significantly from a: 2.50 times (no "
@@ -132,14 +132,14 @@ def test_settings_that_do_not_differ_significantly() -> None:
     )
 
 
-def test_a_significant_ratio_does_not_look_like_1() -> None:
+def test_a_significant_ratio_is_not_rounded_to_1() -> None:
     assert Estimate(1.004, 1.002, 1.006).times() == "1.004 times (1.002 to 1.006)"
     assert Estimate(0.9993, 0.9987, 0.9999).times() == "0.9993 times (0.9987 to 0.9999)"
     assert Estimate(1.004, 0.998, 1.006).times() == "1.00 times (1.00 to 1.01)"
 
 
 def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | None:
-    """Which of some settings is called the fastest. A round's block scatters by 2 percent."""
+    """The setting that is called the fastest, or None. Blocks scatter by 2 percent."""
     labels = [f"{number}MB none" for number in range(len(times))]
     blocks = [seconds * np.exp(rng.normal(0, 0.02, 8)) for seconds in times]
     names = ["step", *labels[1:]]
@@ -152,8 +152,9 @@ def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | Non
 
 
 def test_how_often_a_setting_is_called_the_fastest() -> None:
-    """Simulated, with the same numbers in each run. Of equal settings hardly ever: at most 5 %,
-    with 2 standard deviations for 500 runs. One that is 10 percent faster nearly always."""
+    """Simulated with a fixed seed. Of equal settings one is called the fastest in at most 5 % of
+    500 runs, plus 2 standard deviations. A setting that is 10 percent faster is nearly always
+    found."""
     rng = np.random.default_rng(5)
     for count in (2, 4, 9):
         said = [named_fastest(rng, [1.0] * count) is not None for _ in range(500)]
@@ -163,8 +164,8 @@ def test_how_often_a_setting_is_called_the_fastest() -> None:
     assert [simultaneous(count) for count in (2, 3, 6)] == pytest.approx([0.95, 0.975, 0.99])
 
 
-def test_a_narrow_table_has_both_parts_of_the_ratio() -> None:
-    """On a terminal of 80 columns: the steps beside vs first, and what DDP adds to each."""
+def test_a_narrow_table_shows_both_parts_of_the_ratio() -> None:
+    """A terminal of 80 columns shows the steps next to `vs first`, and the exposed time."""
     rows = ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6, [1.4] * 6]))
     args: Any = SimpleNamespace(interleave=True, no_breakdown=False)
     text, _ = fitted(ddp_sweep.columns_of(args), rows, 80)
@@ -185,7 +186,7 @@ def test_settings_of_a_key_and_cases_of_interleave() -> None:
     args = ddp_sweep.parse_args([*flags.split(), "--device", "cpu", "--dtype", "fp32,bf16"])
     job: Any = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
     tables = ddp_sweep.plan(args, job, [1, 2], {})
-    assert len(tables) == 2  # of each dtype
+    assert len(tables) == 2  # one for each dtype
     for cases in tables.values():
         assert [(name, ranks) for name, ranks, _ in cases] == [
             *(("no ddp", 1), ("1M/1R", 1), ("1M/2R", 2))
@@ -225,7 +226,7 @@ def row(exposed: Estimate, alone: float | None = None) -> Case:
     return Case(key=key, ranks=[0, 1], metrics=metrics, name="1M/2R")
 
 
-def test_what_ddp_adds_may_be_nothing_measurable() -> None:
+def test_exposed_communication_may_be_nothing_measurable() -> None:
     begin = "m, fp32, buckets of 25 MB with bf16: DDP on 2 ranks takes 1.20 s (1.10 to 1.30) a step"
     for exposed, words in (
         (Estimate(-0.01, -0.46, 0.31), "nothing measurable (-0.46 to 0.31 s)"),
@@ -239,20 +240,20 @@ def test_what_ddp_adds_may_be_nothing_measurable() -> None:
         assert not isinstance(sentence, Disturbed)
 
 
-def test_a_line_says_why_there_is_no_overlap() -> None:
+def test_a_line_explains_why_there_is_no_overlap() -> None:
     longer, hidden = row(Estimate(0.3, 0.2, 0.4), 0.25), row(Estimate(0.3, 0.2, 0.4), 0.35)
     assert ddp_sweep.no_overlap([longer, hidden]) == (
         "# no overlap for 1M/2R: exposed exceeds communication alone, because computation and "
         "communication slow each other down"
     )
-    # where exposed may be nothing, the sentence says so
+    # if exposed may be 0, only the sentence mentions it
     assert (
         ddp_sweep.no_overlap([hidden, row(Estimate(0.3, -0.1, 0.7), 0.25), row(Estimate(1))])
         is None
     )
 
 
-def test_without_interleave_each_setting_has_a_sentence_and_none_is_ranked() -> None:
+def test_without_interleave_settings_are_not_ranked() -> None:
     first, second = row(Estimate(0.3, 0.2, 0.4)), row(Estimate(0.1, 0.05, 0.15))
     second.key["comm_hook"] = "none"
     sentences = ddp_sweep.answer([first, second])

@@ -1,4 +1,4 @@
-"""The decoder: sizes, causality, positions, FLOPs by hand and by torch's counter."""
+"""benchmarks/workloads/decoder.py: sizes, causality, positions, and FLOPs as torch counts them."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ def small() -> Decoder:
         ("decoder-1.3b", 1_312_917_504),
     ],
 )
-def test_sizes_are_as_their_names_say(name: str, parameters: int) -> None:
+def test_sizes_match_the_names(name: str, parameters: int) -> None:
     with torch.device("meta"):
         model = Decoder(decoder.DECODERS[name])
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_a_token_sees_itself_and_those_before_it_and_where_they_are() -> None:
+def test_attention_is_causal_and_depends_on_positions() -> None:
     model = small()
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
     output = model(tokens)[0]
@@ -42,7 +42,7 @@ def test_a_token_sees_itself_and_those_before_it_and_where_they_are() -> None:
     assert not torch.allclose(output[-1], swapped[-1])
 
 
-def test_stages_one_after_the_other_are_the_model() -> None:
+def test_stages_in_sequence_equal_the_model() -> None:
     whole, first, last = small(), small(), small()
     first.blocks, first.norm, first.head = first.blocks[:1], nn.Identity(), nn.Identity()
     last.tokens, last.blocks = nn.Identity(), last.blocks[1:]
@@ -58,9 +58,9 @@ def test_text_is_shifted_by_one_and_the_same_for_a_seed() -> None:
     assert not torch.equal(tokens, decoder.random_text(SMALL, 3, seed=2)[0])
 
 
-def test_flops_are_those_that_torch_counts() -> None:
+def test_flops_equal_those_that_torch_counts() -> None:
     model, (tokens, targets) = small(), decoder.random_text(SMALL, 3, seed=0)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         decoder.next_token_loss(model(tokens), targets).backward()
-    # a batch of 3 texts of 6 tokens; the gradient of the embedding is no matrix product
+    # a batch of 3 texts of 6 tokens; the gradient of the embedding is not a matrix product
     assert counter.get_total_flops() == 18 * decoder.flops_per_token(SMALL)

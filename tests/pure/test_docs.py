@@ -1,5 +1,5 @@
-"""README and docs: links resolve, commands parse, numbers are those of docs/results, and what is
-said of a source program is so."""
+"""README and docs: links resolve, commands parse, quoted outputs are those of docs/results, and the
+features in docs/sources.md exist."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ RESULTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
 COMMAND = re.compile(
     r"^    (?:[A-Z_]+=\S+ )*(?:torchrun --n.*?|python) (benchmarks/\S+\.py.*)$", re.M
 )
-# `file.py: name` of benchmarks/, or of another folder; not of the tests in docs/sources.md
+# `file.py: name` in benchmarks/ or another folder, except for the tests in docs/sources.md
 REFERENCE = re.compile(r"`((?!(?:pure/)?test_)[\w/]+\.py): ([\w.]+)`")
 SOURCES = re.split(r"^## .*: ", (ROOT / "docs" / "sources.md").read_text(), flags=re.M)[1:]
 
@@ -33,7 +33,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page: Path) -> None:
-    """And what a page refers to as `file.py: name` is there."""
+    """Names that a page refers to as `file.py: name` exist as well."""
     text = page.read_text()
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)
     for link in links:
@@ -48,7 +48,7 @@ def test_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
 def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their flags are ones that the script takes; what needs a running job is not reached."""
+    """The script accepts the flags. Checks that need a running job are not reached."""
     text = re.sub(r"\\+\n\s*", " ", page.read_text())
     text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)  # test_contributing.py runs it
     for command in COMMAND.findall(text):
@@ -60,7 +60,7 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_quotes_the_report_that_it_names(page: Path) -> None:
-    """An output that it shows has the report's command, and it has an answer of the report."""
+    """A quoted output has the command of the report, and the page has one of its answers."""
     text = page.read_text()
     named = [load(str(path)) for path in RESULTS if path.name in text]
     outputs = re.findall(r"^ +# torchrun-bench \w+.*\n +# command: (.*)$", text, re.MULTILINE)
@@ -72,7 +72,7 @@ def test_a_page_quotes_the_report_that_it_names(page: Path) -> None:
 
 
 def test_readme_shows_its_report() -> None:
-    """As a terminal of 80 columns does."""
+    """README shows the table as a terminal of 80 columns does."""
     report = load(str(ROOT / "docs" / "results" / "ddp_sweep_cpu_2ranks.jsonl"))
     cases = [case for case in report.cases if case.key["model"] == "mobilenet_v3_small"]
     readme = re.sub(r" +", " ", (ROOT / "README.md").read_text())
@@ -111,10 +111,10 @@ def source_of(file: str, name: str) -> ast.AST:
 
 
 @pytest.mark.parametrize("section", SOURCES, ids=lambda section: section.split(".py")[0])
-def test_each_feature_of_a_source_has_its_test(
+def test_each_feature_of_a_source_program_has_a_test(
     section: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A row names the test that holds it, `the same` always does; the script takes its flags."""
+    """Each row names its test, unless the test column is `-`, and the script accepts its flags."""
     name = section.split(".py")[0]
     script = importlib.import_module(f"benchmarks.{name}")
     for variable in ("RANK", "LOCAL_RANK"):
@@ -133,7 +133,7 @@ def test_each_feature_of_a_source_has_its_test(
             file, function = re.fullmatch(r"`([\w/]+\.py): (test_\w+)`", test).groups()  # type: ignore[union-attr]
             source_of(f"tests/{file}", function)
         for flags in re.findall(r"`(--[a-z][^`]* [^`]+)`", here):
-            if not flags.startswith("--to "):  # of export.py
+            if not flags.startswith("--to "):  # a flag of export.py
                 script.parse_args(shlex.split(flags))
         told = here + first if here.startswith("the same") else here
         assert set(re.findall(r"`(--[a-z-]+)`", told)) <= set(taken), first

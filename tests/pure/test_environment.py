@@ -1,4 +1,4 @@
-"""What environment.py says of a node and its neighbours, and what join.py makes of variables."""
+"""common/environment.py, join.py and cpu_load.py: nodes, variables of launchers, CPU use."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def rank(number: int, **more: Any) -> dict[str, Any]:
     return {"rank": number, "host": "a", "uuid": f"G{number}", "torch": "2", "nccl": "2"} | more
 
 
-def test_what_must_not_be_measured() -> None:
-    """Ranks under test that share a GPU under NCCL; a node with another torch."""
+def test_jobs_that_must_not_be_measured() -> None:
+    """Ranks that share a GPU under NCCL are refused, and so is a node with another torch."""
     shared: dict[str, Any] = {"backend": "nccl", "variables": {}}
     shared["ranks"] = [rank(0), rank(1, uuid="G0")]
     for backend in ("nccl", "nccl2", "cpu:gloo,cuda:nccl"):
@@ -39,14 +39,15 @@ def test_what_must_not_be_measured() -> None:
     assert problem(shared | {"backend": "gloo"}) is None
     assert problem(shared | {"ranks": [rank(0), rank(1, uuid="G0", host="b")]}) is None
     assert problem(shared | {"ranks": [rank(0), rank(1, nccl="", uuid="")]}) is None
-    # NCCL 2.30 can, and an older one says why it cannot
+    # NCCL 2.30 allows it, and older versions print why they do not
     assert problem(shared | {"variables": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}) is None
     mixed = shared | {"ranks": [rank(0), rank(1), rank(2, host="b", torch="1")]}
     assert problem(mixed) == "torch is 1 on b, 2 elsewhere"
 
 
 def test_nodes_that_differ_are_named_and_counted() -> None:
-    """Planted: 400 of 1,200 nodes with half of the cores; a kernel, a driver and a power limit."""
+    """400 of 1,200 nodes have half of the cores. One has another kernel and power limit, one
+    another driver."""
     gpu = dict.fromkeys(environment.OF_GPUS, "x") | {"index": "0", "power.limit": "700.00 W"}
     same = dict.fromkeys(environment.OF_NODES, "x") | {"gpus": [gpu, gpu | {"index": "1"}]}
     nodes = [same | {"host": f"n{i}", "cores": 8} for i in range(1200)]
@@ -72,7 +73,8 @@ def test_nodes_that_differ_are_named_and_counted() -> None:
 
 
 def test_variables_of_some_ranks() -> None:
-    """Each host with odd ranks has a line with both values; what differs by design is left out."""
+    """Each host with deviating ranks has a line with both values. Variables that differ by design
+    are left out."""
     by_design = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "7", "NCCL_IB_HCA": "mlx5_0"}
     by_design |= {"UCX_NET_DEVICES": "mlx5_0:1", "OMP_PLACES": "{0}", "OMP_NUM_THREADS": "2"}
     assert not [name for name in by_design if environment.is_compared(name)]
@@ -84,7 +86,7 @@ def test_variables_of_some_ranks() -> None:
     hosts = ["a", "a", "a", "a", "b", "b", "c"]
     hashes = [environment.hash_of(variables) for variables in of_ranks]
     assert environment.speakers_of(hashes[1:4]) == []
-    assert environment.speakers_of(hashes[:2]) == [0, 1]  # of two ranks the first is the usual one
+    assert environment.speakers_of(hashes[:2]) == [0, 1]  # of two ranks the first is the reference
     speakers = environment.speakers_of(hashes)
     assert speakers == [1, 4, 0]
     values = {rank: of_ranks[rank] for rank in speakers}
@@ -101,20 +103,20 @@ def test_variables_of_some_ranks() -> None:
     ]
 
 
-def test_what_the_first_lines_warn_of() -> None:
-    """Planted: two ranks on one GPU, another program, and a node that differs."""
+def test_warnings_in_the_first_lines() -> None:
+    """Two ranks share a GPU, another process uses the node, and one node differs."""
     found: dict[str, Any] = {"hosts": ["a"], "others": [Others(1.5, 8)]}
     of_ranks = [rank(0, local_rank=0), rank(1, local_rank=1, uuid="G0")]
     found |= {"ranks": of_ranks, "differences": ["b is small"]}
     gpu = {"index": "0", "uuid": "GPU-G0", "memory.used": "20480 MiB"}
-    found["gpus"] = [[gpu, gpu | {"index": "1", "uuid": "GPU-G1"}]]  # nobody here uses the second
+    found["gpus"] = [[gpu, gpu | {"index": "1", "uuid": "GPU-G1"}]]  # no rank uses the second GPU
     assert environment.warnings_of(found) == [
         "b is small",
         "other processes used 1.5 of 8 cores of a: times will scatter",
         "ranks 0 and 1 share a GPU on a: their times include each other's turns",
         "a: other processes already held 20.0 GiB of GPU 0",
     ]
-    for text in ("1024 MiB", "", "[N/A]"):  # what a driver holds by itself, or not known
+    for text in ("1024 MiB", "", "[N/A]"):  # memory of the driver itself, or unknown
         gpu["memory.used"] = text
         assert environment.occupied(found) == {}
 
@@ -126,7 +128,7 @@ echo "3, GPU-5e9f2c, NVIDIA H100, 580.6, Disabled, Enabled, 30, 700.00 W, 1980 M
 """
 
 
-def test_the_state_of_gpus_is_what_nvidia_smi_says(
+def test_the_state_of_gpus_comes_from_nvidia_smi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
@@ -134,7 +136,7 @@ def test_the_state_of_gpus_is_what_nvidia_smi_says(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (gpu,) = environment.gpu_state()
     assert (gpu["power.limit"], gpu["clocks_event_reasons.active"]) == ("700.00 W", "0x1")
-    assert environment.gpu_state("memory.total") == []  # a field that this driver does not know
+    assert environment.gpu_state("memory.total") == []  # a field that the driver does not know
     mig = gpu | {"uuid": "GPU-1", "mig.mode.current": "Enabled"}
     other_jobs = gpu | {"uuid": "GPU-2"}
     ranks = [{"uuid": "5e9f2c"}, {"uuid": "of an instance"}, {"uuid": ""}]  # the last: on the CPU
@@ -142,8 +144,8 @@ def test_the_state_of_gpus_is_what_nvidia_smi_says(
 
 
 def test_broken_and_missing_gpus() -> None:
-    """All GPUs with errors are named, and the missing ones with them. The number of GPUs is the
-    node's: the ranks may use fewer."""
+    """All GPUs with errors and the number of missing ones are named. The number of GPUs is that of
+    the node, of which the ranks may use fewer."""
     gpus = [
         {"index": str(i), environment.UNCORRECTED: count}
         for i, count in enumerate(("0", "[N/A]", "1", "20", "0"))
@@ -160,8 +162,10 @@ def test_broken_and_missing_gpus() -> None:
 
 
 @pytest.mark.parametrize("by_torchrun", [True, False])
-def test_what_the_user_has_set_stays(by_torchrun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 1 of torchrun's is not the user's. The report has no secrets."""
+def test_variables_that_the_user_has_set_are_kept(
+    by_torchrun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value that torchrun has set is not the user's. The report contains no secrets."""
     clean = {name: text for name, text in process.environment().items() if "NCCL" not in name}
     if by_torchrun:
         clean |= {"TORCHELASTIC_RUN_ID": "none", join.ERROR_HANDLING: "1"}
@@ -181,8 +185,8 @@ def test_what_the_user_has_set_stays(by_torchrun: bool, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The variables of rank 0 of two, started by hand."""
-    for name in set(os.environ) - set(process.environment()):  # a launcher's
+    """The variables of rank 0 of two ranks that are started by hand."""
+    for name in set(os.environ) - set(process.environment()):  # of a launcher
         monkeypatch.delenv(name)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
@@ -192,7 +196,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def refused(capsys: Any, function: Callable[..., object], *given: Any) -> str:
-    """The one line that a call ends the run with, status 2."""
+    """The line with which a call ends the run, with status 2."""
     with pytest.raises(SystemExit, match="2"):
         function(*given)
     (line,) = capsys.readouterr().err.splitlines()
@@ -214,10 +218,10 @@ def start() -> None:
         ("MASTER_PORT", "x", "a whole number from 1 to 65535, got 'x'"),
     ],
 )
-def test_a_wrong_variable_of_the_launcher(
+def test_an_invalid_variable_of_the_launcher(
     name: str, value: str, expected: str, by_hand: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Elsewhere it may be right, so each rank speaks."""
+    """It may be correct on other nodes, so each rank prints the line."""
     by_hand.setenv(name, value)
     if not value:
         by_hand.delenv(name)
@@ -238,7 +242,7 @@ def test_a_port_in_use(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
 
 
 def test_too_few_files_are_allowed(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
-    """32 files and 2 for each of 2 ranks; 64 and 16 for each are recommended."""
+    """32 files plus 2 for each of 2 ranks are needed, 64 plus 16 for each are recommended."""
     by_hand.setattr(join, "raise_file_limit", lambda needed: 35)
     line = refused(capsys, join.join, "cpu", None, 20)
     allowed = f"a rank needs 36 open files or more, but the limit on {socket.gethostname()} is 35"
@@ -246,7 +250,7 @@ def test_too_few_files_are_allowed(by_hand: pytest.MonkeyPatch, capsys: Any) -> 
 
 
 def test_a_network_without_loopback(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
-    """As in `unshare -n`: torch prints frames of C++, and waits."""
+    """As under `unshare -n`. torch itself would print C++ frames and wait."""
     by_hand.setattr(join, "address_towards", lambda host: "")
     line = refused(capsys, join.join, "cpu", None, 20)
     assert "the loopback interface is down; try `ip link set lo up`" in line
@@ -274,8 +278,8 @@ def test_backends_that_cannot_work_on_the_cpu(capsys: Any) -> None:
     assert "this torch was built without it" in refused(capsys, join.check_backend, "mpx", False)
 
 
-def test_several_hosts_need_local_variables(by_hand: pytest.MonkeyPatch) -> None:
-    """Rows of the store: host, address, command line, hashes of the files."""
+def test_several_hosts_need_local_ranks(by_hand: pytest.MonkeyPatch) -> None:
+    """A rank publishes its host, address, command line and hashes of files."""
     here, there = ["a", "10.0.0.1", ["x.py"], {}], ["b", "10.0.0.2", ["x.py"], {}]
     assert join.mismatch([here, there]) is None
     contents = [{"common/": "1", "x.py": "2"}, {"common/": "1", "x.py": "3", "mine": "4"}]
@@ -293,7 +297,7 @@ def test_several_hosts_need_local_variables(by_hand: pytest.MonkeyPatch) -> None
 
 
 def test_the_numbers_of_ranks(by_hand: pytest.MonkeyPatch) -> None:
-    """(rank, number on its node, world size, ranks of its node)."""
+    """(rank, local rank, world size, local world size)."""
 
     def given(**values: int) -> tuple[int, ...]:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
@@ -306,17 +310,17 @@ def test_the_numbers_of_ranks(by_hand: pytest.MonkeyPatch) -> None:
     torchrun = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}
     assert given(RANK=3, LOCAL_RANK=1, **torchrun) == (3, 1, 4, 2)
     assert given(RANK=3, LOCAL_RANK=0, **torchrun) == (3, 1, 4, 2)  # --virtual-local-rank
-    # a node of 1 and one of 3: the last rank is not the first one of its node
+    # nodes with 1 and 3 ranks: the last rank is not the first of its node
     assert given(RANK=3, LOCAL_RANK=2, **torchrun | {"LOCAL_WORLD_SIZE": 3}) == (3, 2, 4, 3)
-    # srun's numbers, which need not follow the nodes
+    # ranks of srun, which may be cyclic over nodes
     assert given(RANK=2, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2) == (2, 1, 4, 2)
-    # RANK and WORLD_SIZE alone: all are on one node
+    # with RANK and WORLD_SIZE only, all ranks are on one node
     assert given(RANK=2, WORLD_SIZE=4) == (2, 2, 4, 4)
     assert groups.local_rank() == 2
 
 
 def test_the_path_of_the_report_may_differ_between_ranks() -> None:
-    """--json on some ranks only is another command line; so is - for stdout."""
+    """--json on some ranks only is a different command line, and so is - for stdout."""
     words = ["-b", "8", "--json", "a.jsonl", "--output-file=b", "--profile", "c", "--resume"]
     want = ["-b", "8", "--json", "PATH", "--output-file=PATH", "--profile", "PATH", "--resume"]
     assert join.without_paths(words) == want
@@ -325,7 +329,7 @@ def test_the_path_of_the_report_may_differ_between_ranks() -> None:
 
 
 def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
-    """What is said to a process that python started with these variables of a launcher."""
+    """The refusal of a plain python process with these variables of a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         given.delenv(name)
     for name, value in values.items():
@@ -340,10 +344,10 @@ def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
         ({"PET_NPROC_PER_NODE": "auto"}, "PET_NNODES=1 and PET_NPROC_PER_NODE=auto"),
     ],
 )
-def test_python_where_torchrun_was_meant(
+def test_python_instead_of_torchrun(
     values: dict[str, str], said: str, by_hand: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Each pod says so."""
+    """Each pod prints the line."""
     line = one_world(by_hand, capsys, **values)
     assert f"{said} configure torchrun, but python was started; start torchrun" in line
 
@@ -366,7 +370,7 @@ def test_a_copy_without_the_list_of_launchers_starts(
 
 
 def test_the_second_connection_does_not_wait_for_the_first(by_hand: pytest.MonkeyPatch) -> None:
-    """The watchdog looks for other ranks while the main thread waits for one of them."""
+    """The watchdog polls the store while the main thread waits in it."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
     row = json.dumps([socket.gethostname(), "127.0.0.1", words, {}])
@@ -375,7 +379,7 @@ def test_the_second_connection_does_not_wait_for_the_first(by_hand: pytest.Monke
     by_hand.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     stores: Any = join.meet(0, 2, 20)
     first, second = stores
-    assert first.underlying_store is not second.underlying_store  # one call at a time for each
+    assert first.underlying_store is not second.underlying_store  # each serves one call at a time
     waits = threading.Thread(target=first.get, args=["a late rank"])
     waits.start()
     second.set("seen meanwhile", "yes")
@@ -397,9 +401,9 @@ print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["TP_SOCKET_IFNAME"], before -
 """
 
 
-def test_gloo_is_told_loopback_and_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself gloo listens on the address of the host's name, and glibc gives memory back, so
-    that the first case of a run is slower. What the user has set stays."""
+def test_gloo_uses_loopback_and_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default gloo listens on the address of the host name, and glibc returns freed memory to
+    the system, which makes the first case slower. Variables that the user has set are kept."""
     users = {name: text for name, text in process.environment().items() if "MALLOC_" not in name}
     users = {name: text for name, text in users.items() if "IFNAME" not in name}
     users["TP_SOCKET_IFNAME"] = "lo,lo"
@@ -410,11 +414,11 @@ def test_gloo_is_told_loopback_and_freed_memory_is_kept(monkeypatch: pytest.Monk
     assert not join.keep_freed_memory()
 
 
-# -- what other programs use of a node -------------------------------------------------------------
+# -- CPU use by other processes --------------------------------------------------------------------
 
 
-def test_what_the_job_did_not_use_others_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 10 s the cores were busy for 12 s, of which the job used 7."""
+def test_cpu_use_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 10 s the cores were busy for 12 s, 7 s of which belong to the job."""
     clock, busy, job = [100.0], [50.0], [20.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(cpu_load, "busy_seconds", lambda cores: busy[0])
@@ -422,15 +426,15 @@ def test_what_the_job_did_not_use_others_did(monkeypatch: pytest.MonkeyPatch) ->
     load = cpu_load.CpuLoad()
     clock[0], busy[0], job[0] = 110.0, 62.0, 27.0
     assert load.of_others().busy == 0.5
-    job[0] = 33.0  # both are counted in ticks: never below 0
+    job[0] = 33.0  # both are counted in ticks, so the difference may be negative
     assert load.of_others().busy == 0
 
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
 
 
-def test_what_belongs_to_a_job() -> None:
-    """The shell of a wrapper is not the launcher; a child's CPU time counts also after its end."""
+def test_cpu_use_of_the_job() -> None:
+    """The shell of a wrapper is not the launcher. CPU time of children that have ended counts."""
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN!r}])\n{BURN}"
     code += "print(1, flush=True)\ninput()"
     # the `;` keeps the shell from replacing itself
@@ -445,8 +449,9 @@ def test_what_belongs_to_a_job() -> None:
         shell.communicate("\n", timeout=60)
 
 
-def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node where they took most counts. While two commands take turns, nobody looks."""
+def test_a_run_is_disturbed_above_a_tenth_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node with the highest use counts. It is not measured while two commands are
+    interleaved."""
     monkeypatch.setattr("common.benchmark.share", lambda value: value)
     quiet, busy, busiest = [Others(0.2, 2), Others(6.0, 64)], Others(0.21, 2), Others(1.6, 2)
     told = environment.others_text(["a", "b", "c"], [*quiet, busy])
@@ -460,8 +465,8 @@ def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(monkeypatch: pytest.Monkey
     assert taken(busy, busiest, *quiet) == busiest
 
 
-def test_the_file_for_training_loops_of_ones_own_stands_alone(tmp_path: Path) -> None:
-    """A copy of it needs neither torch nor this project."""
+def test_cpu_load_can_be_copied_into_a_training_loop(tmp_path: Path) -> None:
+    """A copy of cpu_load.py needs neither torch nor this project."""
     copy = tmp_path / "cpu_load.py"
     copy.write_text(Path(cpu_load.__file__).read_text())
     code = "import sys, cpu_load; print(cpu_load.CpuLoad().of_others().cores > 0)\n"

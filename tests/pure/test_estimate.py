@@ -1,4 +1,4 @@
-"""An estimated number, worked out by hand: common/report.py Estimate, and what makes one."""
+"""Estimate of common/report.py: arithmetic, intervals and wording."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from common.report import Case, Estimate, Report, load
 
 
-def test_a_ratio_holds_where_both_numbers_hold() -> None:
+def test_arithmetic_of_intervals() -> None:
     assert Estimate(20, 18, 22) / Estimate(10, 8, 12) == Estimate(2, 1.5, 2.75)
     assert Estimate(4, -2, 8) / Estimate(2, 1, 4) == Estimate(2, -2, 8)
     assert 20 / Estimate(10, 8, 16) == Estimate(2, 1.25, 2.5)
@@ -17,8 +17,8 @@ def test_a_ratio_holds_where_both_numbers_hold() -> None:
     assert Estimate(20) / Estimate(10, 8, 12) == Estimate(20, 18, 22) / Estimate(10) == Estimate(2)
 
 
-def test_without_an_interval_nothing_is_sure() -> None:
-    """Any value may be true, so no sentence takes its sure form."""
+def test_without_an_interval_nothing_is_certain() -> None:
+    """Any value is possible, so nothing is stated as certain."""
     number = Estimate(2)
     assert number.relative is None
     assert number.may_be(100)
@@ -27,7 +27,7 @@ def test_without_an_interval_nothing_is_sure() -> None:
     assert number.times(most=1) == "2.00 times (no interval)"
 
 
-def test_what_the_interval_holds() -> None:
+def test_values_within_the_interval() -> None:
     number = Estimate(2, 1, 4)
     assert number.relative == 1
     assert number.may_be(1)
@@ -52,7 +52,7 @@ def test_what_the_interval_holds() -> None:
         (Estimate(1.9, 1.7, 2.0).times(most=2), "1.90 times (1.70 to 2.00)"),
     ],
 )
-def test_in_words(words: str, expected: str) -> None:
+def test_wording(words: str, expected: str) -> None:
     assert words == expected
 
 

@@ -1,5 +1,5 @@
-"""Which runs are evidence: by copies, failures, interruptions and load. The gate, the table and the
-page have to agree."""
+"""analysis/evidence.py: copied, failed, interrupted and disturbed runs do not count as evidence.
+The gate, the table and the page agree about them."""
 
 import json
 import re
@@ -22,7 +22,7 @@ BUSY: dict[str, Any] = {"others": [[1.9, 2]]}
 
 
 def gate(base: str, test: str, *more: str) -> tuple[int, str]:
-    """The exit status of `--fail-on slower`, and what is printed."""
+    """The exit status and the output of `--fail-on slower`."""
     done = run("compare.py", base, "--test", test, "--fail-on", "slower", *more)
     return done.returncode, done.stdout
 
@@ -34,8 +34,9 @@ def reason_line(printed: str) -> str:
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def test_a_copy_of_a_run_is_no_second_run(tmp_path: Path) -> None:
-    """Two runs a side, in two copies: with them the interval would be 1.002 to 1.066."""
+def test_a_copied_run_does_not_count_twice(tmp_path: Path) -> None:
+    """Two runs a side and two copies of each. With the copies the interval would be 1.002 to
+    1.066."""
     for side, times in (("old", [1.0, 1.02]), ("new", [1.04, 1.06])):
         runs(tmp_path / side, times)
         for copy in ("backup1", "backup2"):
@@ -43,7 +44,7 @@ def test_a_copy_of_a_run_is_no_second_run(tmp_path: Path) -> None:
             shutil.move(tmp_path / copy, tmp_path / side / copy)
     status, printed = gate(str(tmp_path / "old"), str(tmp_path / "new"))
     assert status == 4
-    # of two runs a side: exp(0.0389 +- 4.303 * 0.0137)
+    # two runs a side: exp(0.0389 +- 4.303 * 0.0137)
     assert re.search(
         r"no ddp +1.01 s +1.05 s +1.04x slower +0.97\d+ to 1.10\d+ +undecided", printed
     )
@@ -54,20 +55,22 @@ def test_four_copies_of_one_run_are_one_run(tmp_path: Path) -> None:
     runs(tmp_path / "a", [1.0, 1.1])
     for number in range(4):
         path = write(tmp_path / "b" / f"{number}.jsonl", case("no ddp", [0.9]), started_at="x")
-        Path(path).write_text(Path(path).read_text() + "\n" * number)  # other bytes, the same run
+        Path(path).write_text(
+            Path(path).read_text() + "\n" * number
+        )  # different bytes, but the same run
     status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
     assert status == 4
     assert "2 usable runs per side are needed, but there are 2 of BASE and 1 of TEST" in printed
 
 
-def test_a_side_that_is_a_copy_of_the_other_one_is_not_the_same(tmp_path: Path) -> None:
+def test_a_copy_of_the_other_side_has_no_verdict(tmp_path: Path) -> None:
     base = runs(tmp_path / "a", [1.0, 1.0, 1.0])
     shutil.copytree(base, tmp_path / "b")
     assert gate(base, str(tmp_path / "b"))[0] == 4
 
 
-def test_without_host_or_start_a_copy_has_the_same_bytes(tmp_path: Path) -> None:
-    """As logs, and reports of a training loop of one's own."""
+def test_without_host_or_start_time_copies_are_found_by_their_bytes(tmp_path: Path) -> None:
+    """Such as logs, and reports of other training loops."""
     for number, seconds in enumerate((1.0, 1.0, 1.0)):
         about: dict[str, Any] = {"environment": {"torch": "2"}, "argv": [number]}
         write(tmp_path / "a" / f"{number}.jsonl", case("x", [seconds]), started_at="t", **about)
@@ -78,7 +81,7 @@ def test_without_host_or_start_a_copy_has_the_same_bytes(tmp_path: Path) -> None
     assert "there are 3 of BASE and 1 of TEST" in printed
 
 
-def test_runs_of_one_second_with_other_samples_are_two_runs(tmp_path: Path) -> None:
+def test_runs_of_the_same_second_with_different_samples_are_two_runs(tmp_path: Path) -> None:
     for side in "ab":
         for number in range(3):
             times = [1.0 + 0.001 * number]
@@ -92,13 +95,13 @@ def test_runs_of_one_second_with_other_samples_are_two_runs(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("bad", "count", "fail_on", "status", "verdict"),
     [
-        # `failed` in half of TEST's runs or more fails every gate
+        # a case that failed in at least half of the runs of TEST fails every gate
         ([FAILED], 4, "slower", 1, "failed"),
         ([FAILED], 3, "faster", 1, "failed"),
         ([FAILED], 2, "slower", 0, "same"),
         ([case("another")], 4, "slower,missing", 1, "missing"),
         ([case("another")], 4, "slower", 4, "missing"),
-        ([case("another")], 2, "slower", 4, "same"),  # `another` is new, and has no verdict
+        ([case("another")], 2, "slower", 4, "same"),  # `another` is new and has no verdict
     ],
 )
 def test_runs_of_test_in_which_the_case_failed_or_is_missing(
@@ -109,7 +112,7 @@ def test_runs_of_test_in_which_the_case_failed_or_is_missing(
         lines = bad if number < count else [case("no ddp", [1.0])]
         write(tmp_path / "b" / f"{number}.jsonl", *lines)
     if verdict == "same" and bad != [FAILED]:
-        status = 0  # what is new has nothing to pass
+        status = 0  # new cases do not count
     words = ("compare.py", base, "--test", str(tmp_path / "b"), "--fail-on", fail_on)
     done = run(*words)
     assert done.returncode == status, done.stdout
@@ -117,8 +120,8 @@ def test_runs_of_test_in_which_the_case_failed_or_is_missing(
 
 
 @pytest.mark.parametrize("status", ["failed", None])
-def test_a_run_that_did_not_end_in_order_is_no_evidence(tmp_path: Path, status: str | None) -> None:
-    """status: None for an interrupted run. No case failed, but something else did."""
+def test_a_run_that_did_not_end_normally_does_not_count(tmp_path: Path, status: str | None) -> None:
+    """status: None for an interrupted run. No case failed, but the run did not end normally."""
     base = runs(tmp_path / "a", [1.0, 1.001, 0.999])
     test = runs(tmp_path / "b", [1.0, 1.001, 0.999], status=status)
     gave, printed = gate(base, test)
@@ -130,7 +133,7 @@ def test_a_run_that_did_not_end_in_order_is_no_evidence(tmp_path: Path, status: 
     assert f"Not used in comparisons: {why}: 00, 01, 02<" in page.read_text()
 
 
-def test_a_case_that_failed_leaves_the_other_cases_of_its_run(tmp_path: Path) -> None:
+def test_a_failed_case_does_not_affect_the_other_cases_of_its_run(tmp_path: Path) -> None:
     base, test = tmp_path / "a", tmp_path / "b"
     for number in range(3):
         write(base / f"{number}.jsonl", case("x", [1.0]), case("no ddp", [2.0]))
@@ -141,8 +144,8 @@ def test_a_case_that_failed_leaves_the_other_cases_of_its_run(tmp_path: Path) ->
     assert re.search(r"^no ddp +- +- +- +- +failed$", printed, re.MULTILINE)
 
 
-def test_an_interval_that_says_nothing_is_not_printed(tmp_path: Path) -> None:
-    """104 and 832 ms against four runs of 100 ms: 2.3e-06 to 5.5e+05 before."""
+def test_an_interval_without_information_is_not_printed(tmp_path: Path) -> None:
+    """104 and 832 ms compared with four runs of 100 ms: the interval is 2.3e-06 to 5.5e+05."""
     base = runs(tmp_path / "a", [0.1, 0.101, 0.099, 0.1])
     test = runs(tmp_path / "b", [0.104, 0.832])
     status, printed = gate(base, test)
@@ -155,8 +158,8 @@ def test_an_interval_that_says_nothing_is_not_printed(tmp_path: Path) -> None:
 # -- load ------------------------------------------------------------------------------------------
 
 
-def test_disturbed_runs_are_left_out_by_their_load(tmp_path: Path) -> None:
-    """12 reports beside a program on 1.9 of 2 cores; TEST takes 1.12 times as long."""
+def test_disturbed_runs_are_left_out(tmp_path: Path) -> None:
+    """12 reports while another process uses 1.9 of 2 cores. TEST takes 1.12 times as long."""
     times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99]
     base = runs(tmp_path / "a", times, **BUSY)
     test = runs(tmp_path / "b", [1.12 * time for time in times], **BUSY)
@@ -172,7 +175,7 @@ def test_disturbed_runs_are_left_out_by_their_load(tmp_path: Path) -> None:
 
 
 def test_two_quiet_runs_a_side_are_enough(tmp_path: Path) -> None:
-    """A run is left out by its load, never by its time."""
+    """Runs are left out because of their load, never because of their time."""
     for side, times in (("a", [1.0, 1.001, 1.3]), ("b", [1.2, 1.201, 1.5])):
         for number, seconds in enumerate(times):
             others = [[1.0 if number == 2 else 0.2, 2]]
@@ -182,7 +185,7 @@ def test_two_quiet_runs_a_side_are_enough(tmp_path: Path) -> None:
     assert re.search(r"^x +1 s +1.2 s +1.20x slower .* slower$", printed, re.MULTILINE)
 
 
-def test_an_effect_that_load_does_not_explain_is_reported(tmp_path: Path) -> None:
+def test_an_effect_too_large_for_load_is_reported(tmp_path: Path) -> None:
     base = runs(tmp_path / "a", [1.0, 1.01, 0.99], **BUSY)
     test = runs(tmp_path / "b", [22.0, 22.2, 21.8], **BUSY)
     status, printed = gate(base, test)
@@ -193,15 +196,15 @@ def test_an_effect_that_load_does_not_explain_is_reported(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("a", "b", "status"),
     [
-        ([[1.9, 2]], [[1.75, 2]], 1),  # disturbed, but alike: 0.075 of the cores apart
+        ([[1.9, 2]], [[1.75, 2]], 1),  # disturbed, but similarly: they differ by 0.075 of the cores
         ([[0.0, 2]], [[0.2, 2]], 1),
         ([[0.0, 2]], [[0.21, 2]], 4),
-        ([[1.0, 2], [0.0, 2]], [[0.0, 2], [1.0, 2]], 4),  # each node with itself
+        ([[1.0, 2], [0.0, 2]], [[0.0, 2], [1.0, 2]], 4),  # each node is compared with itself
         ([[1.0, 2], [0.0, 2]], [[1.0, 2], [0.0, 2]], 1),
-        (None, [[1.0, 2]], 1),  # and the verdict says that the load was not recorded
+        (None, [[1.0, 2]], 1),  # the verdict mentions that the load was not recorded
     ],
 )
-def test_a_pair_counts_if_its_sides_were_loaded_alike(
+def test_a_pair_counts_if_both_runs_had_the_same_load(
     tmp_path: Path, a: Any, b: Any, status: int
 ) -> None:
     times = [1.0, 1.01, 0.99, 1.0]
@@ -218,19 +221,19 @@ def test_a_pair_counts_if_its_sides_were_loaded_alike(
 
 
 def test_the_load_of_other_nodes_may_be_unknown(tmp_path: Path) -> None:
-    """--interleave measures this machine's."""
+    """--interleave measures only the load of this machine."""
     about: dict[str, Any] = {"environment": {"torch": "2", "num_nodes": 2, "hosts": ["a", "b"]}}
     base = runs(tmp_path / "a", [1.0, 1.001, 0.999], **about)
     test = runs(tmp_path / "b", [1.1, 1.101, 1.099], **about)
     assert "slower [load of other nodes not measured]" in gate(base, test)[1]
 
 
-def test_the_load_stands_beside_a_report_that_does_not_say(tmp_path: Path) -> None:
+def test_the_load_may_be_in_a_file_next_to_the_report(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "01.jsonl", case("x"), others=None))
     assert load([str(path)])[0].loads == []
     (tmp_path / "01.load").write_text(json.dumps({"others": [[0.5, 2]]}))
     assert load([str(path)])[0].loads == [(0.5, 2)]
-    write(path, case("x"), others=[[0.25, 2]])  # the report itself comes first
+    write(path, case("x"), others=[[0.25, 2]])  # the report itself has precedence
     assert load([str(path)])[0].loads == [(0.25, 2)]
     for damaged in ("x", [["x", 2]], [[1, 0]], [[1]], 3):
         write(path, case("x"), others=damaged)
@@ -245,7 +248,7 @@ shutil.copy(sys.argv[1], sys.argv[sys.argv.index("--json") + 1])
 """
 
 
-def test_a_command_that_copies_a_cached_report_has_one_run(tmp_path: Path) -> None:
+def test_a_command_that_copies_a_cached_report_counts_once(tmp_path: Path) -> None:
     (tmp_path / "cached.py").write_text(CACHED)
     sides = []
     for name, seconds in (("a", 1.0), ("b", 1.1)):
@@ -258,7 +261,7 @@ def test_a_command_that_copies_a_cached_report_has_one_run(tmp_path: Path) -> No
     assert "left out: a copy of " in done.stdout
 
 
-# -- what is printed agrees ------------------------------------------------------------------------
+# -- printed numbers agree -------------------------------------------------------------------------
 
 ROW = re.compile(
     r"^(\S.*?) {2,}([\d.]+) (s|ms|us) +([\d.]+) (s|ms|us) +([\d.]+)x( slower| faster)?"
@@ -266,7 +269,7 @@ ROW = re.compile(
 
 
 def comparison(folder: Path, design: Design) -> Comparison:
-    """Runs of 8 rounds of 3 on a machine that drifts and stutters; TEST has a round more."""
+    """Runs of 8 rounds of 3 on a machine that drifts and stutters. TEST has one round more."""
     sides = []
     for side, factor in (("a", 1.0), ("b", 1.07)):
         paths = []

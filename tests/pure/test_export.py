@@ -1,4 +1,4 @@
-"""analysis/export.py: each format as its reader wants it."""
+"""analysis/export.py: the formats that it writes."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ def ddp(name: str, ranks: int, bucket: float | None = 25.0, **metrics: Any) -> d
 
 @pytest.fixture
 def report(tmp_path: Path) -> str:
-    """As ddp_sweep.py writes it: no ddp stands last."""
+    """A report of ddp_sweep.py. `no ddp` is last."""
     numbers = {"step_s": estimate(0.15, 0.1, 0.2), "samples_per_s": estimate(53.3)}
     failed = ddp("1M/4G", 4, step_s=estimate(9.0)) | {"check": "failed: out of memory"}
     cases = [ddp('1M/2G "quoted"\n', 2, step_s=estimate(1.15)), failed]
@@ -36,7 +36,7 @@ def export(*words: str) -> str:
 
 def test_csv(report: str) -> None:
     rows = list(csv.DictReader(io.StringIO(export(report, "--to", "csv"))))
-    assert len(rows) == 3  # two metrics and one; a failed case has none
+    assert len(rows) == 3  # two metrics of one case and one of another; the failed case has none
     names = ("case", "key.model", "metric", "value", "low", "high", "n")
     assert [rows[1][name] for name in names] == [
         *("no ddp", "resnet18", "step_s", "0.15", "0.1", "0.2", "2")
@@ -44,7 +44,7 @@ def test_csv(report: str) -> None:
 
 
 def test_github_action_benchmark(report: str) -> None:
-    """Its extract.ts: name, unit and value, and perhaps range and extra, all in one direction."""
+    """Entries that its extract.ts reads: name, unit, value, and optionally range and extra."""
     rows = json.loads(export(report, "--to", "gha"))
     about = {"name": "ddp_sweep/no ddp/step_s", "unit": "s", "value": 0.15}
     assert rows[1] == about | {"range": "± 0.05", "extra": "2 iterations"}
@@ -54,20 +54,21 @@ def test_github_action_benchmark(report: str) -> None:
 
 
 def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:
-    """What its diff.py reads; load.py reads it back to the same times."""
+    """The format that its diff.py reads. load.py reads the same times from it."""
     back = tmp_path / "torch.json"
     back.write_text(export(str(Path(report).parent), "--to", "pytorch"))
     document = json.loads(back.read_text())
     (entry,) = document["benchmark_results"]
     assert (entry["model"], entry["batch_size"], document["bucket_size"]) == ("resnet18", 8, 25.0)
     assert [result["ranks"] for result in entry["result"]] == [[0], [0, 1]]
-    assert entry["result"][1]["measurements"] == [0.1, 0.2, 1.1, 1.2]  # rank after rank
+    assert entry["result"][1]["measurements"] == [0.1, 0.2, 1.1, 1.2]  # one rank after the other
     rows = list(csv.DictReader(io.StringIO(export(str(back), "--to", "csv"))))
     assert [float(row["value"]) for row in rows] == pytest.approx([0.15, 1.15])
 
 
-def test_what_pytorchs_report_has_no_room_for(tmp_path: Path) -> None:
-    """Two bucket sizes; and a case so large that it has the slowest rank's times alone."""
+def test_reports_that_do_not_fit_pytorchs_format(tmp_path: Path) -> None:
+    """Two bucket sizes, interleaved settings, and a case that has only the times of the slowest
+    rank."""
     two = write(tmp_path / "two.jsonl", ddp("x", 2), ddp("y", 2, 1.0))
     assert (
         "--to pytorch can store only one setting, got {"
@@ -113,7 +114,8 @@ def test_exported_numbers_divide_like_printed_ones(path: str) -> None:
 
 
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
-    """A spreadsheet would run it. Numbers stay as they are, also negative ones in words."""
+    """A spreadsheet would execute it. Numbers are not changed, not even negative ones in
+    strings."""
     key = {"=1+1": "@SUM(1)", "size": "-2+3", "root": "-1", "shift": -4}
     about: dict[str, Any] = {
         "key": key,

@@ -1,5 +1,5 @@
-"""Gates as docs/compare.md has them: git bisect, the step times of one's own training loop, a
-workflow of GitHub to copy, a stored baseline, and every exit status."""
+"""The gates of docs/compare.md: git bisect, a training loop that writes a report, a GitHub
+workflow, a stored baseline, and the exit statuses."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.process import ROOT
 from tests.pure.reports import SIGNALS
 
 PAGE = (ROOT / "docs" / "compare.md").read_text()
-# The 5th of 6 commits is slow, and of the 3rd nobody can tell. It is tried first, and skipped.
+# The 5th of 6 commits is slow. The 3rd has no verdict; it is tried first and skipped.
 BISECT = """
 git init -q . && git config user.name x && git config user.email x@example.org
 for number in 1 2 3 4 5 6; do echo $number >number; git add . && git commit -qm $number; done
@@ -40,13 +40,13 @@ case $number in 3) exit 4 ;; 5 | 6) exit 1 ;; esac
 
 
 def block(first: str) -> str:
-    """The indented block of the page that begins with a line."""
+    """The indented block of the page that begins with the line `first`."""
     lines = PAGE[PAGE.index(f"    {first}\n") :].split("\n\n")[0]
     return textwrap.dedent(lines) + "\n"
 
 
 def program(folder: Path, name: str, text: str) -> None:
-    """A program for PATH."""
+    """Write a program into a folder for PATH."""
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
 
@@ -100,8 +100,8 @@ def test_a_training_loop_can_write_a_report(
 
 # -- the workflow of the page, in a scratch repository ---------------------------------------------
 
-# A training of the scratch repository: 12 steps. Those of the file `seconds` in its folder, and by
-# number of the run the noise of the variable NOISE.
+# A training script for the scratch repository: 12 steps of the time in the file `seconds`, with the
+# noise that the variable NOISE_... lists by run.
 TRAIN = """
 import json, os, sys
 seconds = float(open("seconds").read())
@@ -119,7 +119,7 @@ with open(path, "w") as file:
         file.write(json.dumps(line) + "\\n")
 """
 PYTHON = f"""
-case "$1" in */report.py) [ -n "$PAGE" ] || exit 0 ;; esac  # it takes seconds to draw a page
+case "$1" in */report.py) [ -n "$PAGE" ] || exit 0 ;; esac  # drawing a page takes seconds
 exec {shlex.quote(sys.executable)} "$@"
 """
 PRINTS = """
@@ -142,18 +142,18 @@ EXPRESSIONS = {  # stand-ins for what GitHub evaluates
 
 
 def workflow() -> Any:
-    """The one of the page."""
+    """The workflow of the page."""
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     return yaml.safe_load(text)
 
 
 def evaluated(text: str) -> str:
-    """Expressions of GitHub by their stand-ins; a new one needs one as well."""
+    """Replace the expressions of GitHub. KeyError for an expression without a stand-in."""
     return re.sub(r"\$\{\{ (.*?) \}\}", lambda match: EXPRESSIONS[match[1]], text)
 
 
 class Github:
-    """A runner: a checkout of a repository with two commits, the second checkout, its variables."""
+    """A runner: a checkout with two commits, a checkout of this project, and the variables."""
 
     def __init__(self, folder: Path, seconds: str, **variables: str) -> None:
         self.folder, self.job = folder, workflow()["jobs"]["speed"]
@@ -179,7 +179,7 @@ class Github:
         }
 
     def run(self) -> tuple[int, str]:
-        """All `run:` lines in turn, as GitHub runs them. Exit status and stdout of the last one."""
+        """Run all `run:` scripts as GitHub does. Returns exit status and stdout of the last one."""
         assert workflow()["defaults"]["run"]["shell"] == "bash"
         status, printed = 0, ""
         for step in self.job["steps"]:
@@ -192,8 +192,8 @@ class Github:
         return (self.folder / "calls").read_text().splitlines()
 
 
-def test_what_the_workflow_takes_from_github() -> None:
-    """The checkouts are where its lines look for them, and its token cannot write code."""
+def test_what_the_workflow_uses_of_github() -> None:
+    """The checkouts are where the scripts expect them, and the token cannot write code."""
     content = workflow()
     first, second, python, *others = content["jobs"]["speed"]["steps"]
     assert [step["uses"] for step in (first, second)] == ["actions/checkout@v4"] * 2
@@ -212,7 +212,7 @@ def test_what_the_workflow_takes_from_github() -> None:
         ("0.1", [QUIET], 0, "pass"),
         ("0.12", [QUIET], 1, "failed (1 slower)"),
         ("0.09", [QUIET], 0, "pass"),
-        ("0.12", [NOISY, QUIET], 1, "failed (1 slower)"),  # at the second try
+        ("0.12", [NOISY, QUIET], 1, "failed (1 slower)"),  # at the second attempt
         ("0.1", [NOISY, NOISY], 0, "no verdict (1 undecided)"),
     ],
 )
@@ -243,7 +243,7 @@ def test_the_workflow_in_a_scratch_repository(
     assert all("head_sha=abc" in call for call in neutral)
 
 
-def test_a_fork_has_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> None:
+def test_a_fork_gets_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> None:
     github = Github(tmp_path, "0.1", NOISE_6=NOISY, NOISE_12=NOISY, GH_STATUS="1")
     status, printed = github.run()
     assert status == 0
@@ -253,8 +253,8 @@ def test_a_fork_has_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> Non
     )
 
 
-def test_a_machine_of_ones_own_keeps_the_checkout_between_jobs(tmp_path: Path) -> None:
-    """The temporary folder is emptied: the worktrees are gone, but git still has their names."""
+def test_a_self_hosted_runner_keeps_the_checkout_between_jobs(tmp_path: Path) -> None:
+    """The temporary folder is emptied: the worktrees are gone, but git still lists them."""
     github = Github(tmp_path, "0.1", NOISE_6=QUIET)
     assert github.run()[0] == 0
     shutil.rmtree(github.temp)
@@ -278,7 +278,7 @@ def test_a_command_that_only_prints_its_step_times(tmp_path: Path) -> None:
     assert " ms  1.50x slower  " in (tmp_path / "summary").read_text()
 
 
-def test_a_command_that_fails_is_red(tmp_path: Path) -> None:
+def test_a_command_that_fails_fails_the_job(tmp_path: Path) -> None:
     github = Github(tmp_path, "0.1", MEASURE="false", PAGE="yes")
     status, printed = github.run()
     assert (status, printed) == (1, "no page\n")

@@ -1,8 +1,8 @@
-"""What analysis/ writes of one small report, word for word: tests/golden/*.txt.
+"""The output of analysis/ for one small report, word for word: tests/golden/*.txt.
 
-The tables of compare.py, the formats of export.py, and the words of report.py's page with its table
-cells, row by row (not its styles and figures). Whoever changes one of these on purpose writes the
-texts anew, and reads in the diff what has changed for people who use it:
+These are the tables of compare.py, the formats of export.py, and the words and table cells of
+report.py's page (not its styles and figures). After an intended change, write the texts again and
+check the difference:
 
     python tests/pure/test_golden_texts.py
 """
@@ -33,7 +33,7 @@ BREAKS = r"<(figure|table|div|br)\b[^>]*>|</(p|tr|h1|h2|h3|li|caption|figcaption
 
 
 def words_of(page: str) -> str:
-    """A line for each paragraph, heading and row; ` | ` between cells."""
+    """One line for each paragraph, heading and row, with ` | ` between cells."""
     text = re.sub(r"<(style|script|svg|head)\b.*?</\1>", "", page, flags=re.DOTALL)
     text = re.sub(r"<(td|th|a)\b[^>]*>", " | ", re.sub(r"\s+", " ", text))
     text = html.unescape(re.sub(r"<[^>]*>", "", re.sub(BREAKS, "\n", text)))
@@ -42,7 +42,7 @@ def words_of(page: str) -> str:
 
 
 def a_day_later(report: str) -> str:
-    """Another run, in which each step took 10 % more time."""
+    """The report of another run, whose steps took 10 % longer."""
     lines = [json.loads(line) for line in report.replace("2026-11-25T", "2026-11-26T").splitlines()]
     for case in lines[1:-1]:
         rows = case["samples_s"]["step"]
@@ -51,7 +51,7 @@ def a_day_later(report: str) -> str:
 
 
 def written(name: str) -> str:
-    """What the command writes today: stdout, or the words of the page."""
+    """The output of the command: stdout, or the words of the page."""
     with tempfile.TemporaryDirectory() as folder:
         later, page = Path(folder) / "later.jsonl", Path(folder) / "page.html"
         later.write_text(a_day_later(Path(SMALL).read_text()))
@@ -64,7 +64,7 @@ def written(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_text_is_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_is_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert written(name) == (FOLDER / f"{name}.txt").read_text()
 

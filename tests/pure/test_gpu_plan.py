@@ -1,4 +1,4 @@
-"""tests/gpu without a GPU: whether flags are known, and how the plan judges its tasks."""
+"""tests/gpu without a GPU: its flags are valid, and the plan judges its tasks correctly."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ import torch
 from tests.gpu import test_one_gpu
 from tests.process import ROOT
 
-# It stands for the interpreter that runs the tasks.
+# A stand-in for the Python interpreter of the tasks.
 PYTHON = """#!/bin/sh
 case "$*" in
     *pp_bubble*) exit 0;;
@@ -28,7 +28,7 @@ esac
 
 
 def run_plan(folder: Path, **variables: str) -> tuple[int, str]:
-    """The exit status and the output of the plan, which writes its files into a folder."""
+    """Run the plan with its files in a folder. Returns exit status and output."""
     plan = str(ROOT / "tests" / "gpu" / "plan.sh")
     env = os.environ | {"OUT": str(folder), "PYTHON": sys.executable} | variables
     done = subprocess.run(["bash", plan], env=env, capture_output=True, text=True, timeout=60)
@@ -36,7 +36,7 @@ def run_plan(folder: Path, **variables: str) -> tuple[int, str]:
 
 
 def verdicts_of(folder: Path) -> dict[str, str]:
-    """By task: the verdict and the exit status."""
+    """Verdict and exit status by task."""
     lines = (folder / "verdicts.txt").read_text().splitlines()
     words = [line.replace("left out", "left-out").split() for line in lines]
     return {row[4]: f"{row[0]} {row[1]}" for row in words}
@@ -44,7 +44,7 @@ def verdicts_of(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
-    """Lets a script parse its flags as on a GPU; an unknown one ends the process."""
+    """Parses the flags of a script as on a GPU; an unknown flag raises SystemExit."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def parse(command: list[str]) -> None:
@@ -54,13 +54,13 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
     return parse
 
 
-def test_the_flags_of_the_tests_are_known(parse: Callable[[list[str]], None]) -> None:
+def test_the_flags_of_the_tests_are_valid(parse: Callable[[list[str]], None]) -> None:
     for script in test_one_gpu.SCRIPTS:
         flags = test_one_gpu.processes_and_flags(script, 2)[1]
         parse([f"{script}.py", *(["trace"] if script == "replay" else []), *flags])
 
 
-def test_the_plan_has_all_scripts_and_its_flags_are_known(
+def test_the_plan_has_all_scripts_and_valid_flags(
     parse: Callable[[list[str]], None], tmp_path: Path
 ) -> None:
     parts = [run_plan(tmp_path, DRY_RUN="1", PART=part)[1].splitlines() for part in ("1", "2")]
@@ -78,9 +78,9 @@ def test_the_plan_has_all_scripts_and_its_flags_are_known(
     assert seen == {f"benchmarks/{name}.py" for name in test_one_gpu.COMMANDS} | examples
 
 
-def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) -> None:
-    """A task passes, or fails for the reason that it plants. Those of several NCCL ranks run one at
-    a time: their kernels spin, and would take each other's time on the GPU."""
+def test_the_plan_judges_tasks_and_enforces_time_limits(tmp_path: Path) -> None:
+    """A task passes, or fails for the injected reason. Tasks with several NCCL ranks run one at a
+    time, because their kernels spin and would compete for the GPU."""
     folder, python = tmp_path / "an out", tmp_path / "a python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -90,7 +90,10 @@ def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) 
     assert verdicts_of(folder) == {
         **{"pp_bubble": "ok 0", "input_wait": "ok 0", "who_is_slow": "ok 0"},
         **{"tp_exposed": "WRONG 1", "two_fail": "ok 1"},
-        **{"stops": "WRONG 1", "plain": "WRONG 124"},  # a log lacks the reason; too long
+        **{
+            "stops": "WRONG 1",
+            "plain": "WRONG 124",
+        },  # the log lacks the reason; time limit exceeded
     }
     assert "ValueError: 3 is not even" in out
     assert "4 of 7 tasks are ok" in out
@@ -98,6 +101,6 @@ def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) 
     assert not Path(f"/proc/{(folder / 'pid').read_text().strip()}").exists()
 
 
-def test_tasks_that_would_be_late_are_left_out(tmp_path: Path) -> None:
+def test_tasks_without_enough_time_are_left_out(tmp_path: Path) -> None:
     status, _ = run_plan(tmp_path, DEVICE="cpu", ONLY="pp_bubble", SECONDS_IN_ALL="60")
     assert (status, verdicts_of(tmp_path)) == (1, {"pp_bubble": "left-out -"})

@@ -1,4 +1,4 @@
-"""common/groups.py: groups that outlive their case, and aborts that cannot hang."""
+"""common/groups.py: groups that are kept between cases, and aborts that cannot hang."""
 
 import gc
 import threading
@@ -56,10 +56,10 @@ def test_the_groups_of_the_last_four_sets_are_kept(
     for size in (1, 2, 3, 4, 1, 5):
         groups.take(tuple(range(size)), None)
     groups.give_back((0,), None, failed=False)
-    assert not groups.take((0,), [[0]])[1]  # not new: one team of all ranks is the same set
+    assert not groups.take((0,), [[0]])[1]  # kept: one team of all ranks is the same set
     groups.give_back((0,), None, failed=True)
     assert groups.take((0,), None)[1]
-    # the least recently used one, and the one of a case that failed
+    # the least recently used set, and that of a failed case
     assert [call.args[0].ranks for call in closed.call_args_list] == [(0, 1), (0,)]
 
 
@@ -71,12 +71,13 @@ def test_no_abort_waits_for_another_groups_kernels() -> None:
 
 
 def test_no_two_threads_abort_one_group() -> None:
-    """NCCL's of torch 2.15 cannot bear that. Who comes second waits until the abort is over."""
+    """NCCL in torch 2.15 does not support that. The second thread waits until the abort has
+    ended."""
     events: list[str] = []
 
     def abort() -> None:
         events.append("begins")
-        sleep(0.05)  # as long as the other thread needs to get here
+        sleep(0.05)  # long enough for the other thread to get here
         events.append("ends")
 
     group = group_of(Mock(abort=abort))
@@ -90,8 +91,8 @@ def test_no_two_threads_abort_one_group() -> None:
     assert events == ["begins", "ends", "over", "over"]
 
 
-def test_groups_are_aborted_that_a_failed_case_makes_later() -> None:
-    """At the watchdog's next look, which need not be at a change in the store."""
+def test_groups_that_a_failed_case_creates_later_are_aborted() -> None:
+    """They are aborted at the watchdog's next poll, even without a change in the store."""
     first, later = Mock(), Mock()
     watched = Mock(check=lambda keys: keys == ["failed/1"])
     watchdog: Any = Mock(case=1, failed_case=0, group=group_of(first), watched=watched)
@@ -108,17 +109,17 @@ def test_groups_are_aborted_that_a_failed_case_makes_later() -> None:
 
 
 class Graph:
-    """Stands for a CUDA graph in a reference cycle: only the garbage collector frees it."""
+    """Stands for a CUDA graph in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_graphs_in_a_cycle_are_gone_before_groups_are_closed(
+def test_graphs_in_a_cycle_are_freed_before_groups_are_closed(
     failed: bool, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's destroy and abort wait as long as graphs of the communicator live."""
+    """NCCL's destroy and abort wait until all graphs of the communicator are freed."""
     alive: list[Graph | None] = []
     gc.disable()  # as within a case
     graph = weakref.ref(Graph())
@@ -134,10 +135,10 @@ def test_graphs_in_a_cycle_are_gone_before_groups_are_closed(
     assert not any(alive)
 
 
-def test_an_error_that_comes_when_a_group_is_closed_ends_no_run(
+def test_an_error_when_a_group_is_closed_does_not_end_the_run(
     job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """NCCL reports it in whatever is called next. The case is over and written by then."""
+    """NCCL raises it in the next call, when the case has already been written."""
     error = RuntimeError("NCCL communicator was aborted\nC++ CapturedTraceback:")
     monkeypatch.setattr(ours.dist, "destroy_process_group", Mock(side_effect=error))
     ours.close_more(group_of(None, Mock()))
@@ -146,8 +147,8 @@ def test_an_error_that_comes_when_a_group_is_closed_ends_no_run(
     assert capfd.readouterr().err == line
 
 
-def test_a_group_that_torch_has_forgotten_ends_no_run(job: Job) -> None:
-    """NCCL's abort of another group may have taken it along."""
+def test_a_group_that_torch_no_longer_knows_does_not_end_the_run(job: Job) -> None:
+    """NCCL's abort of another group may have destroyed it."""
     test: Any = dist.new_group([0])
     control: Any = dist.new_group([0])
     dist.destroy_process_group(test)
@@ -156,8 +157,10 @@ def test_a_group_that_torch_has_forgotten_ends_no_run(job: Job) -> None:
         dist.get_backend(control)
 
 
-def test_an_abort_that_raises_ends_no_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All groups are aborted first, then each is forgotten, whatever another one's abort says."""
+def test_an_abort_that_raises_does_not_end_the_run(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All groups are aborted first, then each is destroyed, even if another abort raises."""
     forget = Mock(side_effect=RuntimeError("NCCL error"))
     monkeypatch.setattr(ours, "abort_process_group", forget)
     test, more = Mock(), Mock()
@@ -170,8 +173,8 @@ def test_an_abort_that_raises_ends_no_run(job: Job, monkeypatch: pytest.MonkeyPa
         dist.get_backend(control)
 
 
-def test_torch_ends_a_group_under_test_some_time_after_the_watchdog(job: Job) -> None:
-    """The control group of a case waits for as long as it takes."""
+def test_the_time_limit_of_a_group_is_longer_than_that_of_the_watchdog(job: Job) -> None:
+    """The control group of a case has no time limit."""
     timed = replace(job, timeout=timedelta(seconds=40))
     group = ours.open_group((0,), timed)
     assert group

@@ -1,4 +1,4 @@
-"""--help and a wrong flag: what they do not wait for, and who answers."""
+"""--help and an unknown flag import no slow package, and only rank 0 prints."""
 
 import json
 import subprocess
@@ -10,13 +10,13 @@ import pytest
 from tests.process import ROOT, environment
 
 SCRIPTS = sorted(ROOT.glob("benchmarks/[a-z]*.py"))
-# These take seconds to import. A script imports what it needs of them once its flags are read
+# These take seconds to import. A script imports them only after its flags are parsed.
 SLOW = (
     *("torchvision", "transformers", "matplotlib", "torch._dynamo", "torch._inductor"),
     *("torch.distributed.pipelining", "benchmarks.workloads.axes"),
 )
 
-# Each script runs in a fork of a process that has imported torch alone.
+# Each script runs in a fork of a process that has imported only torch.
 PROBE = """
 import json, os, runpy, sys
 import torch
@@ -49,7 +49,7 @@ for script in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str, str], Any]:
-    """By script, flag and rank: the exit status, stdout, and what was imported beyond torch."""
+    """By script, flag and rank: exit status, stdout, and modules imported besides torch."""
     command = [sys.executable, "-c", PROBE, *map(str, SCRIPTS)]
     env = environment(CUDA_VISIBLE_DEVICES="")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -59,7 +59,7 @@ def answers() -> dict[tuple[str, str, str], Any]:
 
 @pytest.mark.parametrize("script", [path.stem for path in SCRIPTS])
 def test_nothing_slow_is_imported(script: str, answers: dict[tuple[str, str, str], Any]) -> None:
-    """Of a job rank 0 alone prints the help, and refuses the flag in one line."""
+    """Only rank 0 prints the help and refuses the unknown flag."""
     status, out, imported = answers[script, "--help", "0"]
     assert status in (0, None)
     assert out.startswith(f"usage: {script}.py ")

@@ -39,8 +39,8 @@ def test_which_intervals_are_doubtful() -> None:
 
 
 def test_each_number_is_named_with_its_cases() -> None:
-    """Two cases that lack one number each, and one that has another one too wide as well. If two
-    tables have a row of the same name, the first word of the title tells them apart."""
+    """Two cases lack one interval each, and in one of them another is too wide. If two tables have
+    a row of the same name, the first word of the title is added."""
     cases = [case("a", step_s=NONE, late_s=SURE), case("b", step_s=WIDE, late_s=NONE)]
     assert said(*cases)[:2] == [
         "95 % interval missing (-) in 2 of 2 cases: step (a); late (b)",
@@ -61,7 +61,7 @@ FEW = case(samples=[2.0] * 6, step_s=NONE)
 SWING = case(samples=[0.125, 0.25] * 20, step_s=WIDE)
 GROWING = case(
     samples=[0.1 + 0.01 * i for i in range(30)], step_s=NONE
-)  # they tell as much as a few
+)  # correlated, so they count as few
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,12 @@ GROWING = case(
         (said(GROWING), ["samples of 1 case drift, and so count as fewer: try --max-seconds 30"]),
     ],
 )
-def test_each_cause_that_is_seen_has_a_line_and_what_helps(
-    causes: list[str], lines: list[str]
-) -> None:
+def test_each_cause_has_a_line_with_a_remedy(causes: list[str], lines: list[str]) -> None:
     assert causes[1:] == [f"  {line}" for line in lines]
 
 
-def test_a_cause_that_was_not_looked_for_is_not_called_unseen() -> None:
-    """As while two commands take turns: then no rank measures the load."""
+def test_an_unmeasured_cause_is_not_ruled_out() -> None:
+    """While two commands are interleaved, no rank measures the load."""
     args = SimpleNamespace(iters=None, min_iters=20, max_seconds=5)
     unknown = "  CPU use by other processes was not measured here, so it may be the cause"
     assert hints([SWING], args, "", "", False)[1:] == [f"{unknown}: try --max-seconds 30"]
@@ -112,10 +110,10 @@ def test_more_ranks_than_cores_are_counted_by_node() -> None:
     assert crowded_text(rows, [Others(0, 2), Others(0, 2)], nodes) == "3 ranks share 2 cores of b"
 
 
-def test_the_last_lines_have_the_next_commands(
+def test_the_last_lines_suggest_the_next_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the current folder has been removed."""
+    """Even if the working directory has been removed."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

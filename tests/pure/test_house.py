@@ -1,4 +1,4 @@
-"""The house: which way the arrows point, and what each file says of itself."""
+"""The architecture: which modules may import which, private names, and what belongs to a script."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ def name_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The project's modules that a file imports, wherever in it."""
+    """The project's modules that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(TREES[path]):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -40,9 +40,9 @@ def imports_of(path: Path) -> set[str]:
 USES = {name_of(path): imports_of(path) for path in FILES}
 
 
-def test_arrows_point_one_way() -> None:
-    """benchmarks -> common, and no script imports another one. common/observe/ can be deleted:
-    nothing but itself imports it."""
+def test_imports_point_one_way() -> None:
+    """benchmarks -> common, and scripts do not import each other. Nothing else imports
+    common/observe/, so that it can be deleted."""
     for module, used in USES.items():
         allowed = ALLOWED[module.split(".")[0]]
         assert all(name.startswith(allowed) for name in used), module
@@ -59,8 +59,8 @@ def test_no_cycles() -> None:
     assert [module for module in USES if module in reach(module, set())] == []
 
 
-def test_common_has_a_map_and_imports_follow_it() -> None:
-    """Ground and core: each module is in common/__init__.py, below those that it imports."""
+def test_the_map_of_common_is_complete_and_in_import_order() -> None:
+    """common/__init__.py lists each module, below those that it imports."""
     lines = (ROOT / "common" / "__init__.py").read_text().splitlines()
     order = [f"common.{line.split()[0]}" for line in lines if line.startswith("    ")]
     modules = [m for m in USES if re.fullmatch(r"common\.[a-z]\w*", m)]
@@ -69,7 +69,7 @@ def test_common_has_a_map_and_imports_follow_it() -> None:
         assert USES[module] <= {*order[:number], "common"}, module
 
 
-def test_a_shared_module_has_two_users() -> None:
+def test_a_shared_module_has_at_least_two_users() -> None:
     for module in USES:
         alone_in_core = ("common.benchmark", "common.join", "common.watchdog", "common.observe.")
         shared = module.startswith(("common.", "benchmarks.workloads."))
@@ -79,14 +79,15 @@ def test_a_shared_module_has_two_users() -> None:
 
 
 def test_a_report_is_read_without_torch_and_numpy() -> None:
-    """--resume rebuilds it before torch is there, and analysis/ runs where torch is not."""
+    """analysis/ runs without torch, and --help must not wait for it."""
     code = "import sys, common.report; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_no_switch_by_the_number_of_torchs_version() -> None:
-    """Ask for the feature: torch 2.14 has the names of 2.15 and some of 2.11's behaviour."""
+def test_no_code_depends_on_the_version_of_torch() -> None:
+    """Code tests for features: torch 2.14 has the names of 2.15 and some of the behavior of
+    2.11."""
     for path in [path for path in FILES if path.parent.name != "analysis"]:
         for node in ast.walk(TREES[path]):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -96,7 +97,7 @@ def test_no_switch_by_the_number_of_torchs_version() -> None:
                 assert not re.search(r"__version__|\['torch'\]", words), (path, node.lineno)
 
 
-def test_a_file_says_what_it_is_and_keeps_private_names() -> None:
+def test_docstrings_licenses_and_private_names() -> None:
     for path, tree in TREES.items():
         told = ast.get_docstring(tree) or ""
         assert told or path.name == "__init__.py", path

@@ -1,4 +1,4 @@
-"""input_sweep.py without torchrun: its check, resting workers, sentences, a refusal."""
+"""input_sweep.py without torchrun: its check, idle workers, sentences, refusals."""
 
 import multiprocessing
 from pathlib import Path
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Counted(Images):
-    """Images without files. It counts how many samples the workers have made."""
+    """Images without files. Counts the samples that the workers have produced."""
 
     made = multiprocessing.get_context("fork").Value("i", 0)
 
@@ -37,12 +37,12 @@ class Counted(Images):
         ([2, 0, 0, 0], "1 samples come twice in an epoch; padding explains 0"),
     ],
 )
-def test_what_is_wrong_with_an_epoch(seen: list[int], problem: str | None) -> None:
+def test_incomplete_and_repeated_samples(seen: list[int], problem: str | None) -> None:
     assert epoch_problem(torch.tensor(seen), 2) == problem
 
 
-def test_paused_workers_have_no_work_and_nothing_is_fetched_ahead() -> None:
-    """Two workers fetch two batches of four ahead. What comes after a pause is made after it."""
+def test_paused_workers_are_idle_and_nothing_is_prefetched() -> None:
+    """Two workers prefetch two batches of four. Batches after a pause are produced after it."""
     options = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
     feed = Feed(Counted(10), 4, 0, 1, CPU, multiprocessing_context="fork", **options)
     before = Counted.made.value
@@ -57,7 +57,8 @@ def test_paused_workers_have_no_work_and_nothing_is_fetched_ahead() -> None:
 
 
 def case_of(step_s: float, resident_s: float, rounds: int = 6, cache: str = "warm") -> Case:
-    """A case of 2 ranks with 2 workers each, 8 samples a step; the loader takes 20 ms a batch."""
+    """A case of 2 ranks with 2 workers each and 8 samples a step. The loader takes 20 ms a
+    batch."""
     key = {"workers": 2, "batch_size": 8, "cache": cache}
     case = Case(key=key, ranks=[0, 1], name=f"{step_s:g} s, {cache}")
     seconds = {"step": step_s, "resident": resident_s, "loader": 0.02}
@@ -68,7 +69,7 @@ def case_of(step_s: float, resident_s: float, rounds: int = 6, cache: str = "war
 
 
 def test_metrics_by_hand() -> None:
-    """16 samples in 0.02 s are 800/s, in 0.0125 s 1,280/s. 2 workers * 0.02 / 0.0125 = 3.2."""
+    """16 samples in 0.02 s are 800/s, and in 0.0125 s 1,280/s. 2 workers * 0.02 / 0.0125 = 3.2."""
     m = case_of(0.0201, 0.0125).metrics
     assert m["exposed_wait_s"].value == pytest.approx(0.0076)
     assert m["loader_samples_per_s"].value == pytest.approx(800)
@@ -97,8 +98,8 @@ def test_the_sentences(case: Case, sentence: str) -> None:
     assert input_sweep.sentence_of(case, 2, 8) == sentence
 
 
-def test_the_answer_is_of_the_fastest_case_of_each_cache() -> None:
-    """The files of the cold case came from the page cache."""
+def test_the_answer_is_about_the_fastest_case_of_each_cache() -> None:
+    """The files of the cold case were read from the page cache."""
     cases = [case_of(0.2, 0.1), case_of(0.1002, 0.1), case_of(0.1, 0.1, 2, "cold")]
     assert input_sweep.answer(2, 2, cases) == [
         "0.1002 s, warm: not input-bound: a step waits 200 us (200 to 200), and computes 100 ms "
@@ -109,7 +110,7 @@ def test_the_answer_is_of_the_fastest_case_of_each_cache() -> None:
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
-    """One without images, a text for an image."""
+    """A folder without images, and a text file named as an image."""
     (tmp_path / "cats").mkdir()
     with pytest.raises(FileNotFoundError, match="Found no valid file for the classes cats"):
         find_files(tmp_path)

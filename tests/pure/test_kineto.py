@@ -1,4 +1,4 @@
-"""analysis/kineto.py: which events count, and what is refused."""
+"""analysis/kineto.py: which events count, and which files are refused."""
 
 import cProfile
 import json
@@ -52,12 +52,12 @@ COMPUTE = [
 
 @pytest.mark.parametrize("name", [*COMMUNICATE, *COMPUTE])
 def test_kernels_that_communicate(name: str, tmp_path: Path) -> None:
-    """A millisecond of a matmul, then one of the kernel."""
+    """A matmul of 1 ms, then the kernel for 1 ms."""
     path = save(tmp_path / "x.json", [*kernel(GEMM, 10, 1000), *kernel(name, 1010, 1000)])
     assert mean(path)["exposed (%)"] == ("50.0" if name in COMMUNICATE else "0.0")
 
 
-def test_operations_have_one_name() -> None:
+def test_names_of_operations_are_normalized() -> None:
     names = {
         "_allgather_base": "all_gather",
         "ALLGATHER_coalesced": "all_gather",
@@ -70,7 +70,7 @@ def test_operations_have_one_name() -> None:
     assert {name: operation_of(name) for name in names} == names
 
 
-# -- one rank a file -------------------------------------------------------------------------------
+# -- one rank per file -----------------------------------------------------------------------------
 
 
 def test_a_merged_file_is_refused(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_merged_file_is_refused(tmp_path: Path) -> None:
     )
 
 
-# -- events that cannot be -------------------------------------------------------------------------
+# -- impossible events -----------------------------------------------------------------------------
 
 
 def healthy() -> list[dict[str, Any]]:
@@ -100,8 +100,8 @@ def healthy() -> list[dict[str, Any]]:
     return events
 
 
-def test_an_event_that_runs_past_its_successors(tmp_path: Path) -> None:
-    """2 s of a kernel without other calls: nothing is known of its duration, and it is left out."""
+def test_an_event_without_a_plausible_end_is_left_out(tmp_path: Path) -> None:
+    """A kernel of 2 s without other calls: its duration is unknown, so it is left out."""
     damaged = kernel("elementwise", 1605, 2e6)
     path = save(tmp_path / "rank0.json", healthy() + damaged)
     row = mean(path)
@@ -110,9 +110,9 @@ def test_an_event_that_runs_past_its_successors(tmp_path: Path) -> None:
     assert remarks(path)[0] == line + "elementwise"
 
 
-def test_it_ends_where_the_next_one_starts(tmp_path: Path) -> None:
-    """Kernels of 100 us, of which one in a stream has 50 us until the next one, and says 2 ms. One
-    that says 1.05 ms too much, or that is in a CUDA graph, is let alone."""
+def test_an_impossible_event_ends_where_the_next_one_starts(tmp_path: Path) -> None:
+    """Kernels take 100 us. One lasts 2 ms according to the trace, but the next one on its stream
+    starts after 50 us. A kernel that is 1.05 ms too long, or in a CUDA graph, is not changed."""
     usual = [event for n in range(5) for event in kernel("k", 100.0 * n, 100)]
     changed = kernel("k", 1000, 2000) + kernel(GEMM, 1050, 100)
     path = save(tmp_path / "a.json", usual + changed)
@@ -126,8 +126,9 @@ def test_it_ends_where_the_next_one_starts(tmp_path: Path) -> None:
         assert (mean(path)["ms"], remarks(path)) == (length, [])
 
 
-def test_a_gap_far_longer_than_the_kernel_is_no_duration() -> None:
-    """Four kernels of 10 us; a fifth says 5 ms, and the next one starts 400 us later: 10 us."""
+def test_a_long_gap_is_not_taken_as_the_duration() -> None:
+    """Four kernels take 10 us. A fifth lasts 5 ms according to the trace, but the next one starts
+    after 400 us: it is cut to 10 us."""
     calls = [
         kineto.Kernel(t, t + 10, "computing", "s", "k", 0, False, None) for t in range(0, 80, 20)
     ]
@@ -139,7 +140,7 @@ def test_a_gap_far_longer_than_the_kernel_is_no_duration() -> None:
 
 
 @pytest.mark.parametrize("length", ["NaN", "-400", "Infinity", "null", '"7"', "1e400"])
-def test_a_duration_that_cannot_be(length: str, tmp_path: Path) -> None:
+def test_an_event_with_an_impossible_duration_is_left_out(length: str, tmp_path: Path) -> None:
     events = [*kernel(GEMM, 0, 10), *kernel("broken", 20, 12345), *kernel(GEMM, 90, 10)]
     path = Path(save(tmp_path / "rank3.json", events))
     path.write_text(path.read_text().replace("12345", length))
@@ -200,7 +201,7 @@ def test_json_that_is_no_trace(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"traceEvents": []} x', '{"traceEvents": [],}', "{,}"])
-def test_what_is_not_json(text: str) -> None:
+def test_invalid_json(text: str) -> None:
     with pytest.raises(json.JSONDecodeError):
         parsed(text)
 
@@ -209,7 +210,7 @@ def test_what_is_not_json(text: str) -> None:
 
 
 def cost(path: str) -> tuple[int, int]:
-    """How many functions Python calls to print the tables of a trace, and the peak of bytes."""
+    """The number of Python calls to print the tables of a trace, and the peak memory in bytes."""
     profile = cProfile.Profile()
     tracemalloc.start()
     try:
@@ -223,7 +224,7 @@ def cost(path: str) -> tuple[int, int]:
 
 
 def test_time_and_memory_grow_linearly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the steps: twice the calls and the bytes."""
+    """Twice as many steps take twice as many calls and bytes."""
     files = [save(tmp_path / f"{n}.json", large(n, 10, 20)) for n in (100, 200)]
     (calls, peak), (calls_of_twice, peak_of_twice) = map(cost, files)
     capsys.readouterr()
@@ -233,7 +234,7 @@ def test_time_and_memory_grow_linearly(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_progress_of_reading(tmp_path: Path) -> None:
-    """Shares of the file, for the progress bar: every 2,000 of 5,100 events."""
+    """The share of the file that was read, after every 2,000 of 5,100 events."""
     path = save(tmp_path / "x.json", large(100, 10, 30))
     shares: list[float] = []
     kineto.read(path, shares.append)
@@ -244,8 +245,8 @@ def test_the_progress_of_reading(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_traces(tmp_path: Path) -> None:
-    """The ranks of a folder; a file without rank and kernels, and JSON that is no trace, are left
-    out with a line."""
+    """A file with neither a rank nor kernels, and JSON that is not a trace, are left out with a
+    line."""
     for rank in (0, 1):
         save(tmp_path / "a" / f"rank{rank}.pt.trace.json", healthy())
     own = [
@@ -260,15 +261,17 @@ def test_a_folder_of_traces(tmp_path: Path) -> None:
         [f"# left out {config}: JSON without traceEvents"],
         [f"# left out {server}: it has neither a rank nor kernels"],
     ]
-    assert "JSON without traceEvents" in refusal(config)  # a file that was named is not left out
+    assert "JSON without traceEvents" in refusal(
+        config
+    )  # a file named on the command line is not left out
     assert f"{tmp_path}: expected a folder with .json or .json.gz; its folders are a" in refusal(
         str(tmp_path)
     )
 
 
 def test_ranks_of_files(tmp_path: Path) -> None:
-    """By position if none is known; a file without one beside others is refused, whatever their
-    order."""
+    """Files are numbered by position if no rank is known. If some are known, a file without a rank
+    is refused, in any order."""
     unknown = [save(tmp_path / f"{name}.json", healthy()) for name in "ab"]
     assert [row[0] for row in table(*unknown) if row[1:2] == ["mean of 3"]] == ["0", "1"]
     known = save(tmp_path / "rank0.json", healthy())

@@ -1,4 +1,4 @@
-"""The launchers' scripts by made-up variables and files: tests/launch has the real ones."""
+"""launch/ with simulated variables and files. tests/launch uses real launchers."""
 
 import shlex
 import subprocess
@@ -15,14 +15,14 @@ STEP += " SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=4 SLURM_NODEID=1"
 
 
 def start(name: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a script of launch/ with these variables, and Debian's programs alone."""
+    """Run a script of launch/ with only these variables and the programs of the system."""
     env = {"PATH": "/usr/bin:/bin"} | dict(word.split("=", 1) for word in given.split())
     command = ["bash", str(ROOT / "launch" / name), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
 
 
 def fake(folder: Path, name: str, text: str) -> str:
-    """A program of this test; the PATH that has it first."""
+    """Write a program, and return a PATH that begins with its folder."""
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
     return f"PATH={folder}:/usr/bin:/bin"
@@ -37,7 +37,7 @@ def fake(folder: Path, name: str, text: str) -> str:
     ],
 )
 def test_the_first_host_of_a_nodelist(nodes: str, first: str, tmp_path: Path) -> None:
-    """In a container Slurm's variables are there, and its programs are not."""
+    """In a container Slurm's variables are set, but its programs are missing."""
     for name in ("bash", "sed", "getent", "sh"):
         (tmp_path / name).symlink_to(f"/usr/bin/{name}")
     given = f"{STEP} SLURM_STEP_NODELIST={nodes} PATH={tmp_path}"
@@ -48,7 +48,7 @@ def test_the_first_host_of_a_nodelist(nodes: str, first: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("wrapper", "tasks", "gpus", "ranks", "idle"),
     [
-        ("slurm_torchrun.sbatch", "1", "a100:8", 8, 0),  # its one task is torchrun
+        ("slurm_torchrun.sbatch", "1", "a100:8", 8, 0),  # torchrun is its only task
         ("slurm_torchrun.sbatch", "", "8", 8, 0),
         ("slurm_srun.sbatch", "1", "8", 1, 7),
         ("slurm_srun.sbatch", "", "a100:4", 4, 0),
@@ -73,7 +73,7 @@ def test_ranks_of_a_node(wrapper: str, tasks: str, gpus: str, ranks: int, idle: 
         ("slurm_env.sh", "SLURM_PROCID", ""),
     ],
 )
-def test_a_wrong_variable(script: str, name: str, value: str) -> None:
+def test_an_invalid_variable(script: str, name: str, value: str) -> None:
     given = f"{JOB} SLURM_NTASKS_PER_NODE=2" if "srun" in script else STEP
     done = start(script, SCRIPT, given=f"{given} {name}={value}")
     assert done.returncode == 2
@@ -82,7 +82,7 @@ def test_a_wrong_variable(script: str, name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(("begin", "end"), [("", "\n"), ("\ufeff", "\r\n")])
-def test_a_hostfile_of_any_system(tmp_path: Path, begin: str, end: str) -> None:
+def test_a_hostfile_with_bom_and_crlf(tmp_path: Path, begin: str, end: str) -> None:
     lines = ["# two", "node1 slots=8", "node2 slots=4 # the small one", ""]
     (tmp_path / "hosts").write_bytes((begin + end.join(lines)).encode())
     done = start("ssh_torchrun.sh", str(tmp_path / "hosts"), SCRIPT, given="DRY_RUN=1")
@@ -95,8 +95,8 @@ def test_a_hostfile_of_any_system(tmp_path: Path, begin: str, end: str) -> None:
     assert "\r" not in done.stdout
 
 
-def test_dry_run_0_is_none(tmp_path: Path) -> None:
-    """It starts ssh, and srun: neither knows this host."""
+def test_dry_run_0_starts_the_ranks(tmp_path: Path) -> None:
+    """The launchers start ssh and srun."""
     path = fake(tmp_path, "ssh", '[ "$2" = -G ] || echo "ssh was started"')
     fake(tmp_path, "srun", "echo srun was started")
     (tmp_path / "hosts").write_text("a|b&c slots=1\n")
@@ -114,10 +114,10 @@ def test_dry_run_0_is_none(tmp_path: Path) -> None:
         ("0-3,8", 6, "bind_cores.sh: error: 5 cores for 6 ranks; start fewer a node\n"),
     ],
 )
-def test_each_rank_is_bound_to_cores_of_its_own(
+def test_each_rank_is_bound_to_its_own_cores(
     cores: str, ranks: int, said: str, tmp_path: Path
 ) -> None:
-    """The last rank, where `taskset` says that the process has these cores."""
+    """The last rank. `taskset` reports these cores for the process."""
     list_of_cores = f"pid $2's current affinity list: {cores}"
     shows = f'if [ "$1" = -pc ]; then echo "{list_of_cores}"; else echo "$@"; fi'
     given = f"{fake(tmp_path, 'taskset', shows)} LOCAL_RANK={ranks - 1} LOCAL_WORLD_SIZE={ranks}"

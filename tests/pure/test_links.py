@@ -1,4 +1,4 @@
-"""Messages between pairs of ranks: who meets when, bandwidths, and which link is slow."""
+"""benchmarks/workloads/links.py: schedule of pairs, bandwidths, and which link is slow."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from common.stats import Times
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 31])
-def test_each_pair_once_and_nobody_twice_in_a_round(n: int) -> None:
+def test_each_pair_occurs_once_and_each_rank_once_per_round(n: int) -> None:
     rounds = links.rounds_of(n)
     seen = [pair for pairs in rounds for pair in pairs]
     assert len(seen) == len(set(seen)) == n * (n - 1) // 2
@@ -21,11 +21,13 @@ def test_each_pair_once_and_nobody_twice_in_a_round(n: int) -> None:
 
 
 def test_links_of_a_round() -> None:
-    """1 MB, 2 messages a sample, two rounds of 3 samples, the slower rank counts. There: 4 ms in
-    each sample is 0.5 GB/s. Back: the slowest block's mean is 5 ms, of 3, 9 and 3 ms: 0.4 GB/s,
-    though its fastest sample takes 2 ms. Both ways in 8 ms is 2 * 2 MB / 8 ms. Latency: 2 ms for
-    both ways. Of the four times the median sample back is known least: 3.75 ms, 2 to 9 ms. The
-    blocks back differ most: 5 and 4 ms."""
+    """Messages of 1 MB, 2 per sample, in two rounds of 3 samples. The slower rank counts.
+
+    There: 4 ms per sample are 0.5 GB/s. Back: the slowest block has a mean of 5 ms (3, 9 and 3 ms),
+    which is 0.4 GB/s, although the fastest sample takes 2 ms. Both directions in 8 ms are
+    2 * 2 MB / 8 ms. A round trip takes 2 ms. The spread is that of the way back, whose median of
+    3.75 ms has the widest interval, 2 to 9 ms. The drift is that of its blocks, 5 and 4 ms.
+    """
     back = [[0.003, 0.009, 0.003, 0.0055, 0.002, 0.0045], [0.001] * 6]
     latency = [[0.002] * 6, [0.001] * 6]
     rows = {"there": [[0.004] * 6, [0.003] * 6], "latency": latency}
@@ -50,8 +52,8 @@ def test_links_of_a_round() -> None:
     ("message_s", "n"),
     [(0.3, 1), (0.06, 1), (0.002, 30), (1e-9, links.MOST_MESSAGES)],  # 1.2 * 50 / 2
 )
-def test_a_sample_lasts(message_s: float, n: int) -> None:
-    """As many messages as take 50 ms; the pair's other rank takes over the number."""
+def test_messages_per_sample(message_s: float, n: int) -> None:
+    """As many messages as take 50 ms. The other rank of the pair uses the same number."""
     told: list[int] = []
 
     def decide(number: int) -> int:
@@ -68,14 +70,14 @@ def test_a_sample_lasts(message_s: float, n: int) -> None:
     [
         (lambda a, b: (a, b) == (2, 5), 8, ["slow link 2 -> 5"]),
         (lambda a, b: 3 in (a, b) or (a, b) == (0, 1), 8, ["slow rank 3", "slow link 0 -> 1"]),
-        # a slow node is named before its ranks
+        # a slow node is named instead of its ranks
         (lambda a, b: (a // 2 == 1) != (b // 2 == 1), 2, ["slow node 1"]),
     ],
 )
-def test_a_slow_link_is_no_slow_rank_and_the_other_way_round(
+def test_slow_links_ranks_and_nodes_are_distinguished(
     is_slow: Callable[[int, int], bool], ranks_of_node: int, names: list[str]
 ) -> None:
-    """Latencies of about 10 us, or 30 us; bandwidths all alike."""
+    """Latencies are about 10 us, or 30 us if slow. All bandwidths are equal."""
     matrix = []
     for a in range(8):
         for b in range(a + 1, 8):
@@ -97,9 +99,9 @@ def test_of_two_links_either_may_be_slow() -> None:
 
 
 @pytest.mark.parametrize("both_at_once", [True, False])
-def test_of_three_nodes_the_slow_one_has_two_of_three_links(both_at_once: bool) -> None:
-    """Node 1 sends at 0.01 GB/s, all others at 1. Measured in both directions at once, two of three
-    links are slow; in one direction each, two of six."""
+def test_the_slow_one_of_three_nodes_is_named(both_at_once: bool) -> None:
+    """Node 1 sends at 0.01 GB/s, the others at 1 GB/s. With both directions at once two of three
+    links are slow; with each direction separately, two of six."""
     matrix = []
     for a, b in ((1, 2), (0, 2), (0, 1)):
         rates = [0.01 if sender == 1 else 1.0 for sender in (a, b)]

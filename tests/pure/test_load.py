@@ -1,4 +1,4 @@
-"""analysis/load.py: reports as rows, for the other programs of analysis/ and for a notebook."""
+"""analysis/load.py: reports as rows, for the programs of analysis/ and for notebooks."""
 
 import os
 import re
@@ -16,14 +16,14 @@ from analysis.verdicts import Design, compare
 from tests.pure.reports import ROOT, case, estimate, write
 
 
-def test_a_row_a_case(tmp_path: Path) -> None:
+def test_a_row_for_each_case(tmp_path: Path) -> None:
     samples = {"step": [[0.1, 0.3, 0.2], [0.2, 0.1, 0.1]]}
     two = case("2 ranks", samples_s=samples, ranks=[0, 1], rounds=[3])
     path = write(tmp_path / "a.jsonl", case("no ddp", [1, 3, 2]), two)
     table = frame(load([path]))
     assert table["case"].tolist() == ["no ddp", "2 ranks"]
     assert table["run"].tolist() == [path] * 2
-    # the slowest rank counts in each iteration: 0.2, 0.3, 0.2
+    # the slowest rank of each iteration: 0.2, 0.3, 0.2
     assert table["time_s"].tolist() == [2, 0.2]
     assert table["n"].tolist() == [3, 3]
     assert table["model"].tolist() == ["resnet18"] * 2
@@ -39,10 +39,10 @@ def test_intervals_are_columns(tmp_path: Path) -> None:
     assert "rows" not in table
 
 
-def test_a_name_that_several_tables_have_stands_behind_its_table(tmp_path: Path) -> None:
+def test_names_that_occur_in_several_tables_are_prefixed(tmp_path: Path) -> None:
     lines = [case("x"), case("x", key={"n": 1}, table="fp16"), case("y", table="fp16")]
     one = write(tmp_path / "a.jsonl", *lines)
-    # tables of two runs are no reason: their buckets may differ
+    # tables of two runs are not compared: their buckets may differ
     two = write(tmp_path / "b.jsonl", case("y", key={"n": 2}, table="fp8"))
     names = ["resnet18, batch size 8: x", "fp16: x", "y", "y"]
     assert frame(load([one, two]))["case"].tolist() == names
@@ -64,8 +64,8 @@ def test_a_case_without_samples_has_a_metric(
     assert (row.measure, row.time_s) == (measure, seconds)
 
 
-def test_another_measure(tmp_path: Path) -> None:
-    """Not a time below 0, a share, or a time of a failed case."""
+def test_selecting_a_measure(tmp_path: Path) -> None:
+    """A negative time, a share, and a time of a failed case cannot be selected."""
     samples = {"step": [[1.0]], "local compute": [[0.5]]}
     numbers = {"updates_per_s": 8, "exposed_s": -0.25, "overlap": 0.5}
     good = case("x", samples_s=samples, rounds=[1], metrics=numbers)
@@ -89,7 +89,7 @@ def test_fields_that_are_ignored(tmp_path: Path) -> None:
         load([path], ignore=["setting"])
 
 
-def test_links_are_cases_of_their_own(tmp_path: Path) -> None:
+def test_links_are_separate_cases(tmp_path: Path) -> None:
     links: dict[str, Any] = {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]], "links_spread": [0.1]}
     line = case("", key={"round": 1, "by": "rank"}, samples_s={}, metrics=links, rounds=[])
     table = frame(load([write(tmp_path / "a.jsonl", line, benchmark="p2p_matrix")]))
@@ -118,7 +118,7 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.write(write_end, Path(write(tmp_path / "a.jsonl", case("x"), case("y"))).read_bytes())
     os.close(write_end)
-    (found,) = load([f"/dev/fd/{read_end}"])  # as the shell names <(zcat a.jsonl.gz)
+    (found,) = load([f"/dev/fd/{read_end}"])  # the form of <(zcat a.jsonl.gz) in a shell
     os.close(read_end)
     assert len(found.rows) == 2
 
@@ -130,7 +130,7 @@ def test_torch_is_never_imported() -> None:
 
 
 def test_only_regular_files_of_a_folder_are_read(tmp_path: Path) -> None:
-    """A FIFO would be waited for, for ever. One that is named by itself is read."""
+    """Reading a FIFO would block forever. Only one that is named explicitly is read."""
     write(tmp_path / "a.jsonl", case("x"))
     os.mkfifo(tmp_path / "b.jsonl")
     (tmp_path / "c.jsonl").mkdir()
@@ -140,10 +140,8 @@ def test_only_regular_files_of_a_folder_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", ["Infinity", "NaN", "1e300", "-0.1", "1e-300"])
 @pytest.mark.parametrize("from_samples", [True, False])
-def test_a_time_that_cannot_be_one_is_refused(
-    tmp_path: Path, seconds: str, from_samples: bool
-) -> None:
-    """Ratios would have 300 digits, and statistics fail on infinite times."""
+def test_an_impossible_time_is_refused(tmp_path: Path, seconds: str, from_samples: bool) -> None:
+    """Ratios would have 300 digits, and statistics fail for infinite times."""
     if from_samples:
         line = case("x", [0.1, 77, 0.1])
     else:
@@ -152,7 +150,7 @@ def test_a_time_that_cannot_be_one_is_refused(
     path.write_text(path.read_text().replace(" 77", f" {seconds}"))
     if not from_samples and seconds in ("Infinity", "NaN", "-0.1"):
         (row,) = load([str(path)])[0].rows.values()
-        assert row.time_s == 0  # as if it were missing
+        assert row.time_s == 0  # ignored
         return
     why = "a.jsonl: case 'x' has a time outside of 1e-12 to 1e+09 s"
     with pytest.raises(ValueError, match=re.escape(why)):
@@ -160,7 +158,7 @@ def test_a_time_that_cannot_be_one_is_refused(
 
 
 def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: Path) -> None:
-    """Links too. A table, a comparison and a page say so."""
+    """So do links. Table, comparison and page show it."""
     line = {
         "resumed_at": "2026-01-02T03:04:05+00:00",
         "hosts": ["node2"],

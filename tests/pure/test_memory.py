@@ -1,4 +1,4 @@
-"""common/memory.py by hand."""
+"""common/memory.py."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from common import memory
 
 
-def test_a_peak_is_what_was_grown_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_is_relative_to_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "status_bytes", {"VmHWM": 3 * 2**30}.get)
     cpu = torch.device("cpu")
     assert memory.peak(cpu, start=2**30) == {"memory_gib": 2.0}

@@ -1,4 +1,4 @@
-"""A package that is not installed is one line of every program."""
+"""Every program reports a missing package in one line."""
 
 import ast
 import os
@@ -15,8 +15,8 @@ PROGRAMS = [*ROOT.glob("benchmarks/[a-z]*.py"), *ROOT.glob("analysis/*.py")]
 PROJECT = {"common", "analysis", "benchmarks"}
 
 
-def test_common_comes_before_packages() -> None:
-    """common/ names a package that is missing, so no package is imported before it."""
+def test_common_is_imported_before_packages() -> None:
+    """common/ reports a missing package, so no package may be imported before it."""
     for path in [path for path in PROGRAMS if "sys.path.insert" in path.read_text()]:
         first: set[str] = set()
         for node in ast.parse(path.read_text()).body:
@@ -40,8 +40,10 @@ def test_common_comes_before_packages() -> None:
         ("analysis/compare.py a.jsonl", "scipy", "analysis"),
     ],
 )
-def test_it_is_one_line(program: str, missing: str, folder: str, tmp_path: Path) -> None:
-    """As where Python finds no package of this name."""
+def test_a_missing_package_is_one_line(
+    program: str, missing: str, folder: str, tmp_path: Path
+) -> None:
+    """A None in sys.modules has the effect of a missing package."""
     program, *words = program.split()
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules['{missing}'] = None\n")
     env = environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")

@@ -1,6 +1,6 @@
-"""launch/mpi_env.sh by made-up variables: tests/launch/test_mpi.py has those of real mpiruns.
+"""launch/mpi_env.sh with simulated variables. tests/launch/test_mpi.py uses real launchers.
 
-Those of flux and Intel MPI are from their manuals; neither was there to be tried.
+The variables of flux and Intel MPI are from their manuals; neither was available for a test.
 """
 
 import os
@@ -33,7 +33,7 @@ ADDRESS = "MASTER_ADDR=10.0.0.1"
 def start(
     given: str, *command: str, rank: int = 0, path: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run the wrapper with these variables and no others. rank: of four on two nodes."""
+    """Run the wrapper with only these variables. rank: one of four ranks on two nodes."""
     words = shlex.split(given.format(rank=rank, local=rank % 2))
     env = {"PATH": f"{path}{os.environ['PATH']}:/sbin"} | dict(w.split("=", 1) for w in words)
     command = ("bash", str(ROOT / "launch" / "mpi_env.sh"), *command)
@@ -41,7 +41,7 @@ def start(
 
 
 def variables(given: str, rank: int = 0, path: str = "") -> list[str]:
-    """What the command gets, in the order of MADE."""
+    """The variables that the command gets, in the order of MADE."""
     done = start(given, "env", rank=rank, path=path)
     assert done.returncode == 0, done.stderr
     env = dict(line.split("=", 1) for line in done.stdout.splitlines())
@@ -51,7 +51,7 @@ def variables(given: str, rank: int = 0, path: str = "") -> list[str]:
 @pytest.mark.parametrize(
     "launcher",
     [
-        f"{INTEL} {ADDRESS} SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_PROCID=1",  # srun starts proxies
+        f"{INTEL} {ADDRESS} SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_PROCID=1",  # by srun
         f"{FLUX} {ADDRESS} PMI_RANK=9 PMI_SIZE=9",
         f"{PMIX} {ADDRESS} WORLD_SIZE=4 LOCAL_WORLD_SIZE=2",
         f"{PALS} {ADDRESS}",
@@ -60,7 +60,7 @@ def variables(given: str, rank: int = 0, path: str = "") -> list[str]:
     ],
 )
 def test_ranks(launcher: str) -> None:
-    """Of two nodes; all of them agree on where they meet."""
+    """All ranks on two nodes have the same address and port."""
     *first, port = variables(launcher)
     assert first == ["0", "0", "4", "2", "10.0.0.1", "2", "0", "1"]
     assert variables(launcher, rank=3) == ["3", "1", "4", "2", "10.0.0.1", "2", "1", "1", port]
@@ -68,10 +68,12 @@ def test_ranks(launcher: str) -> None:
 
 
 def test_the_address_is_found(tmp_path: Path) -> None:
-    """flux's first host. One node needs none. A number may begin with 0."""
+    """That of the first host for flux, and loopback on one node. Numbers may begin with 0."""
     one = "PMI_RANK=08 PMI_SIZE=010 MPI_LOCALRANKID=8 MPI_LOCALNRANKS=010 PBS_JOBID=7"
     assert variables(one)[:5] == ["8", "8", "10", "10", "127.0.0.1"]
-    assert variables(one)[-1] != variables(one.replace("=7", "=8"))[-1]  # the ports of two jobs
+    assert (
+        variables(one)[-1] != variables(one.replace("=7", "=8"))[-1]
+    )  # two jobs have different ports
     flux = tmp_path / "flux"
     flux.write_text('#!/bin/sh\n[ "$*" = "hostlist --nth=0 local" ] && echo 127.0.0.1\n')
     flux.chmod(0o755)
@@ -82,7 +84,8 @@ UNKNOWN = "no launcher that this script knows started this: mpirun, mpiexec, flu
 
 
 def test_pals_without_its_size(tmp_path: Path) -> None:
-    """cray-pals: lines of PBS_NODEFILE x PALS_LOCAL_SIZE. The first host is rank 0's."""
+    """cray-pals: the size is lines of PBS_NODEFILE x PALS_LOCAL_SIZE. Rank 0 is on the first
+    host."""
     nodes = tmp_path / "nodes"
     nodes.write_text("127.0.0.1\n192.0.2.77\n")
     given = f"{PALS.replace('PALS_SIZE=4', '')} PBS_NODEFILE={nodes}"
@@ -101,14 +104,14 @@ LOST = f"on {socket.gethostname()} does not know where rank 0 is; set MASTER_ADD
         ("", f"{UNKNOWN}; e.g. mpirun -n 2 bash launch/mpi_env.sh true"),
         ("PMI_RANK=0 PMI_SIZE=2", UNKNOWN),
         (PALS.replace("PALS_SIZE=4", ""), "expected a number in PALS_SIZE, got ''"),
-        # srun's PMI_* are not mpirun's
+        # PMI_* of srun differ from those of mpirun
         ("SLURM_STEP_ID=0 PMI_RANK=0 PMI_SIZE=2", "srun started this; use launch/slurm_env.sh"),
         (FLUX.replace("NNODES", "X"), "expected a number in FLUX_JOB_NNODES, got ''"),
         (f"{PMIX} WORLD_SIZE=two", "expected a number in WORLD_SIZE, got 'two'"),
         (FLUX.replace("NNODES=2", "NNODES=00"), "expected at least 1 in FLUX_JOB_NNODES, got '00'"),
         (f"{INTEL} {ADDRESS}", "set MASTER_PORT, e.g. mpirun -genv MASTER_PORT 29400"),
         (f"{INTEL} SLURM_JOB_ID=5", f"rank 0 {LOST}"),
-        # mpirun's host is not rank 0's
+        # rank 0 is not on the host of mpirun
         (f"{OPEN} OMPI_MCA_orte_hnp_uri='8.0;tcp://192.0.2.77:44093'", f"rank 0 {LOST}"),
         (OPEN.replace("SIZE=4", "SIZE=5"), "rank 0 of 5 is rank 0 of 2 on"),
         (OPEN.replace("={local}", "=1"), "rank 0 of 4 is rank 1 of 2 on"),
@@ -122,7 +125,7 @@ def test_what_is_missing(given: str, want: str) -> None:
 
 
 def test_the_command() -> None:
-    """Words stay what they are, and so do variables; the status is the command's."""
+    """Arguments and variables are passed unchanged, and the status is that of the command."""
     given = f"{INTEL} {ADDRESS} MASTER_PORT=7 OMP_NUM_THREADS=3"
     assert variables(given)[-2:] == ["3", "7"]
     assert start(given, "printf", "%s|", "a b", "c'd", "").stdout == "a b|c'd||"

@@ -1,4 +1,4 @@
-"""Each mistake of tests/mutations.toml can be planted. Whoever moves the code moves the text."""
+"""Each mistake of tests/mutations.toml can be planted. When code moves, its entry has to follow."""
 
 import ast
 from pathlib import Path
@@ -10,8 +10,8 @@ from tests import mutations
 
 @pytest.mark.parametrize("mistake", mutations.MISTAKES, ids=lambda mistake: mistake["name"])
 def test_a_mistake_can_be_planted(mistake: dict[str, str], tmp_path: Path) -> None:
-    """Its text stands in the file once, and what replaces it is Python: else any test catches it.
-    The files that it names are there."""
+    """Its text occurs once in the file, the result is valid Python (otherwise any test would fail),
+    and the files that it names exist."""
     copy = tmp_path / mistake["file"]
     copy.parent.mkdir(parents=True)
     copy.write_text((mutations.ROOT / mistake["file"]).read_text())

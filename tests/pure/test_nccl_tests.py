@@ -13,7 +13,9 @@ from analysis.load import Row, Run, frame, load
 from common.report import Estimate
 from tests.pure.reports import ROOT, case, estimate, run, write
 
-LOGS = ROOT / "tests" / "logs"  # four ranks on two hosts; as launchers, editors and mails left them
+LOGS = (
+    ROOT / "tests" / "logs"
+)  # four ranks on two hosts, as launchers, editors and mail programs change them
 BASE = LOGS / "all_reduce_base.log"
 SIZES = [1024, 2**20, 2**26]
 LOG = """\
@@ -62,17 +64,17 @@ def test_a_table_of_nccl_tests(tmp_path: Path) -> None:
 
 def test_a_table_of_rccl_tests(tmp_path: Path) -> None:
     found, (row,) = read(tmp_path, RCCL, "alltoall_8.log")
-    assert row.key["collective"] == "alltoall"  # from the file's name
+    assert row.key["collective"] == "alltoall"  # from the name of the file
     assert [*row.metrics] == [
         f"in_place_{n}" for n in ("time_s", "algbw_gb_per_s", "busbw_gb_per_s")
     ]
-    assert found.status == "interrupted"  # the line of the end is missing
+    assert found.status == "interrupted"  # the last line is missing
     versions = {"nccl": "2.27.7-develop:29e1567", "nccl_tests": "develop:5272cd1"}
     assert found.environment == versions | {"world_size": 2}  # 1 MiB is 2 x 262,144 bfloat16
 
 
 @pytest.mark.parametrize("path", sorted(LOGS.glob("all_reduce_[!bw]*.log")), ids=lambda p: p.stem)
-def test_a_log_as_a_launcher_has_left_it(path: Path) -> None:
+def test_a_log_as_launchers_change_it(path: Path) -> None:
     (plain,), (found,) = load([str(BASE)]), load([str(path)])
     assert [row.key["size_bytes"] for row in found.rows.values()] == SIZES
     for row, as_plain in zip(found.rows.values(), plain.rows.values(), strict=True):
@@ -80,8 +82,8 @@ def test_a_log_as_a_launcher_has_left_it(path: Path) -> None:
     assert (found.environment, found.status) == (plain.environment, "complete")
 
 
-def test_wherever_nccl_cuts_a_row_no_wrong_time_is_read(tmp_path: Path) -> None:
-    """The rows of the other sizes are read, and that of 1 MiB is right or missing."""
+def test_a_row_cut_by_a_warning_of_nccl_is_not_misread(tmp_path: Path) -> None:
+    """The rows of the other sizes are read, and that of 1 MiB is correct or missing."""
     text = BASE.read_text()
     (row,) = (line for line in text.splitlines() if " 1048576 " in line)
     for at in range(1, len(row)):
@@ -93,8 +95,8 @@ def test_wherever_nccl_cuts_a_row_no_wrong_time_is_read(tmp_path: Path) -> None:
         assert times in ({}, {2**20: pytest.approx(30.74e-6)})
 
 
-def test_rows_that_repeat_are_samples(tmp_path: Path) -> None:
-    """-N 2: a case has the median, and fails if one of its rows does."""
+def test_repeated_rows_are_samples(tmp_path: Path) -> None:
+    """With -N 2 a case has the median, and fails if one of its rows does."""
     again = LOG.replace(" 12.50 ", " 16.50 ").replace("  3  76", "  0  76").splitlines()[6:]
     _, (small, large) = read(tmp_path, "\n".join([*LOG.splitlines()[:-1], *again]))
     assert [*small.times_s] == pytest.approx([12.5e-6, 16.5e-6])
@@ -103,8 +105,8 @@ def test_rows_that_repeat_are_samples(tmp_path: Path) -> None:
     assert large.check == "failed: 3 wrong values out of place"
 
 
-def test_tables_that_repeat_are_runs(tmp_path: Path) -> None:
-    """Two programs in turn, and again; then the first one was killed, and began anew."""
+def test_repeated_tables_are_runs(tmp_path: Path) -> None:
+    """Two programs run alternately, twice. Then the first one is killed and started again."""
     gather = LOG.replace("all_reduce", "all_gather").replace("Rank  1", "Rank  3")
     killed = "\n".join(LOG.splitlines()[:-2]) + "\n"
     path = tmp_path / "soak.log"
@@ -117,22 +119,22 @@ def test_tables_that_repeat_are_runs(tmp_path: Path) -> None:
     assert runs[1].label == f"run 2 of {path}"
 
 
-def test_programs_whose_names_have_a_suffix() -> None:
-    """all_reduce_perf_mpi, named by a command above its table."""
+def test_programs_with_a_suffix() -> None:
+    """all_reduce_perf_mpi, which a command above the table names."""
     paths = [str(LOGS / f"slurm-{number}.out") for number in (4711, 4712)]
     done = run("compare.py", paths[0], "--test", paths[1])
     assert "# 3 undecided, 3 missing" in done.stdout, done.stderr
 
 
-def test_jobs_that_have_written_at_once_are_refused() -> None:
-    """Two programs of one rank each, line by line: nccl-tests was built without MPI."""
+def test_mixed_output_of_two_jobs_is_refused() -> None:
+    """Lines of two single-rank programs are mixed, because nccl-tests was built without MPI."""
     done = run("compare.py", str(BASE), "--test", str(LOGS / "all_reduce_worlds.log"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "Rank 0 is on nodea and on nodeb: 2 jobs wrote to it at once" in done.stderr
 
 
-def test_a_log_meets_a_report_of_collectives(tmp_path: Path) -> None:
-    """By the time that the table shows, whichever variant the report is about."""
+def test_a_log_is_compared_with_a_report_of_collectives(tmp_path: Path) -> None:
+    """They are compared by the variant that the log has."""
     times = {"in_place_time_s": estimate(12e-6), "out_of_place_time_s": estimate(25e-6)}
     key = {"collective": "all_reduce", "size_bytes": 1024, "dtype": "float32", "redop": "sum"}
     key |= {"root": -1, "ranks": 2, "count": 256, "caches": "cold", "backend": "nccl"}
@@ -147,7 +149,7 @@ def test_a_log_meets_a_report_of_collectives(tmp_path: Path) -> None:
 
 
 def test_json_of_rccl_tests(tmp_path: Path) -> None:
-    """An object a line; later versions write a list, with MPI its ranks as well."""
+    """One object per line. Later versions write a list, with MPI also the ranks."""
     line = {"name": "AllReduce", "size": 1024, "type": "float", "redop": "sum", "inPlace": 0}
     line |= {"time": 19.2, "algBw": 1.0, "busBw": 1.5, "#wrong": "0", "gpus": 4}
     entries = [line, line | {"inPlace": 1, "time": 19.9}, line | {"size": 2048}]
@@ -162,8 +164,8 @@ def test_json_of_rccl_tests(tmp_path: Path) -> None:
 
 
 def nccl_json() -> dict[str, Any]:
-    """As src/util.cu of nccl-tests writes it: version 3 with -I 1 -K 1 -N 2."""
-    # of each process the first device
+    """The format of src/util.cu in nccl-tests: version 3 with -I 1 -K 1 -N 2."""
+    # the first device of each process
     device = {"rank": 0, "hostname": "node1", "device": 0, "device_info": "NVIDIA H100"}
     body = {"time": 25.5, "alg_bw": 0.04, "bus_bw": 0.07, "nwrong": 0.0}
     each = {"skipped_iterations": 1, "p50_us": 25.0, "times_us": [99.0, 24.0, 26.0]}
@@ -191,11 +193,11 @@ def test_json_of_nccl_tests(tmp_path: Path) -> None:
     assert small.metrics["in_place_busbw_gb_per_s"].value == 0.07
     assert large.check == "failed: 3 wrong values in place"
     assert (found.environment["nccl"], found.environment["world_size"]) == (22703, 8)
-    assert found.environment["variables"] == {"NCCL_ALGO": "Ring"}  # and no secret
+    assert found.environment["variables"] == {"NCCL_ALGO": "Ring"}  # without the secret
 
 
 def ddp_json() -> dict[str, Any]:
-    """As benchmarks/distributed/ddp/benchmark.py writes it: rank after rank."""
+    """The format of benchmarks/distributed/ddp/benchmark.py: one rank after the other."""
     results = [
         {"ranks": [0], "measurements": [0.1, 0.1]},
         {"ranks": [0], "measurements": [0.2, 0.2]},
@@ -228,7 +230,7 @@ def test_damaged_reports_are_refused(tmp_path: Path, document: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["nothing of the kind\n", "[]", '{"a": 1}\n{"b": 2}', "[" * 5000])
-def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"x\.json is neither a report nor a log with a table"):
         read(tmp_path, text, "x.json")
 
@@ -242,7 +244,7 @@ PARAMETERS = (
 def log_with(
     *lines: str, agg: int = 1, check: int = 1, graph: int = 0, unalign: int = 0, log: str = LOG
 ) -> str:
-    """A log whose header has these parameters, with more lines below them."""
+    """A log whose header has these parameters, followed by more lines."""
     first, rest = log.split("\n", 1)
     parameters = PARAMETERS.format(agg=agg, check=check, graph=graph, unalign=unalign)
     return "\n".join([first, parameters + "\n".join(lines), rest])
@@ -268,7 +270,8 @@ def log_with(
     ids=["graph", "agg", "unalign", "z2", "rccl", "command", "long", "cputime", "defaults"],
 )  # fmt: skip
 def test_a_setting_is_part_of_the_key(tmp_path: Path, text: str, setting: dict[str, int]) -> None:
-    """Rows that were measured in another way are other cases, and their table is named by it."""
+    """Rows measured with another setting are other cases, and the setting is in the table's
+    name."""
     _, plain = read(tmp_path, LOG)
     found, rows = read(tmp_path, text, "y.log")
     for row, as_plain in zip(rows, plain, strict=True):
@@ -283,11 +286,11 @@ def test_two_settings_in_a_file_are_two_cases(tmp_path: Path) -> None:
     _, rows = read(tmp_path, both)
     keys = [(row.key["size_bytes"], row.key.get("cudagraph", 0)) for row in rows]
     assert keys == [(1024, 0), (2**20, 0), (1024, 1), (2**20, 1)]
-    assert all(len(row.times_s) == 0 for row in rows)  # none has the other one's as a sample
+    assert all(len(row.times_s) == 0 for row in rows)  # their rows are not mixed as samples
 
 
 def test_settings_of_two_sides_are_named(tmp_path: Path) -> None:
-    """graph: 0 against graph: 1: no case joins, and the error names the flag that joins them."""
+    """graph: 0 and graph: 1 are different cases, and the error names the flag that joins them."""
     for name, graph in (("a", 0), ("b", 1)):
         (tmp_path / f"{name}.log").write_text(log_with(graph=graph))
     paths = [str(tmp_path / "a.log"), "--test", str(tmp_path / "b.log")]
@@ -299,8 +302,8 @@ def test_settings_of_two_sides_are_named(tmp_path: Path) -> None:
     assert re.search(r"key.cudagraph: unset in BASE, 1 in TEST", done.stdout), done.stdout
 
 
-def test_what_does_not_change_the_time_is_a_difference(tmp_path: Path) -> None:
-    """-c 0 finds no wrong values; the cases join, and a line above the table says so."""
+def test_a_setting_that_does_not_affect_times_is_a_difference(tmp_path: Path) -> None:
+    """Cases with and without -c 0 are compared, and a line above the table mentions it."""
     for name, check in (("a", 1), ("b", 0)):
         (tmp_path / f"{name}.log").write_text(log_with(check=check))
     done = run("compare.py", str(tmp_path / "a.log"), "--test", str(tmp_path / "b.log"))
@@ -309,7 +312,7 @@ def test_what_does_not_change_the_time_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_groups_of_a_split_job(tmp_path: Path) -> None:
-    """NCCL_TESTS_SPLIT: four ranks in two groups are two all-reduces of two ranks."""
+    """With NCCL_TESTS_SPLIT, four ranks in two groups run two all-reduces of two ranks."""
     line = "#  Rank  {0} Group  {1} Pid 1 on worker-{0} device  0 [0000:0b:00] NVIDIA H100\n"
     head, _, table = LOG.partition("#  Rank  0")
     ranks = "".join(line.format(rank, rank % 2) for rank in range(4))
@@ -320,7 +323,7 @@ def test_groups_of_a_split_job(tmp_path: Path) -> None:
 
 
 def test_ranks_per_node_are_hardware(tmp_path: Path) -> None:
-    """Two nodes of two ranks against four of one."""
+    """Two nodes with two ranks each, and four nodes with one rank."""
     line = "#  Rank  {0} Group  0 Pid 1 on node{1} device  0 [0000:0b:00] NVIDIA H100\n"
     head, _, table = LOG.partition("#  Rank  0")
     for name, per_node in (("a", 2), ("b", 1)):
@@ -332,16 +335,16 @@ def test_ranks_per_node_are_hardware(tmp_path: Path) -> None:
 
 
 def test_the_footer_names_the_table_above_it() -> None:
-    """A page with two tables and no other lines: all-reduce, then alltoall. The tables also tell
-    the number of ranks: 2 (n-1) / n is 1.75, and 1 GiB is 8 times 33,554,432 floats."""
+    """A page has only two tables, all-reduce and alltoall. The number of ranks follows from the
+    tables: 2 (n-1) / n is 1.75, and 1 GiB is 8 times 33,554,432 floats."""
     (found,) = load([str(LOGS / "concluded.txt")])
     kinds = [(row.key["collective"], row.key["ranks"]) for row in found.rows.values()]
     assert kinds == [("all_reduce", 8)] * 2 + [("alltoall", 8)] * 2
     assert found.environment["world_size"] == 8
 
 
-def test_a_name_that_the_table_contradicts_is_not_taken_over(tmp_path: Path) -> None:
-    """The second table has no redop, so it is not the all-reduce of the first one."""
+def test_a_name_that_the_table_contradicts_is_not_used(tmp_path: Path) -> None:
+    """The second table has no redop, so it is not an all-reduce like the first one."""
     header, *lines = LOG.splitlines()[5:]
     other = "\n".join([header, *(row.replace(" sum ", "none ") for row in lines)])
     _, rows = read(tmp_path, LOG + other)
@@ -354,13 +357,14 @@ def test_a_name_that_the_table_contradicts_is_not_taken_over(tmp_path: Path) -> 
         (8, [(178.60, 312.55)]),
         (16, [(20.00, 37.50), (120.00, 225.00)]),
         (32, [(150.00, 290.63)]),
-        (None, [(0.01, 0.02)]),  # two digits do not tell
+        (None, [(0.01, 0.02)]),  # two digits are not enough
         (None, [(178.60, 312.55), (150.00, 290.63)]),  # they contradict each other
         (2, [(178.60, 178.60)]),
     ],
 )
 def test_ranks_from_busbw(ranks: int | None, rows: list[tuple[float, float]]) -> None:
-    """busbw / algbw of an all-reduce is 2 (n-1) / n: 1.75 of 8, 1.875 of 16, 1.9375 of 32."""
+    """busbw / algbw of an all-reduce is 2 (n-1) / n: 1.75 for 8, 1.875 for 16, 1.9375 for 32
+    ranks."""
     results = [
         {"size": 1024, "count": 256, "type": "float", "bandwidths": [(f"{a:.2f}", f"{b:.2f}")]}
         for a, b in rows
@@ -370,7 +374,7 @@ def test_ranks_from_busbw(ranks: int | None, rows: list[tuple[float, float]]) ->
 
 
 def test_columns_before_2_11(tmp_path: Path) -> None:
-    """No root, and of sendrecv no redop. `error` is a deviation, not a number of wrong values."""
+    """There is no root, and sendrecv has no redop. `error` is a deviation, not a count."""
     (found,) = load([str(LOGS / "old_all_reduce.log")])
     row, _ = found.rows.values()
     key = {"collective": "all_reduce", "size_bytes": 2**20, "dtype": "float", "redop": "sum"}
@@ -416,20 +420,20 @@ def test_units_of_the_header(tmp_path: Path) -> None:
             read(tmp_path, text, "z.log")
 
 
-def test_the_footer_fails_a_table_whose_rows_pass(tmp_path: Path) -> None:
+def test_the_footer_may_fail_a_table_whose_rows_pass(tmp_path: Path) -> None:
     text = LOG.replace("      3  76", "      0  76")
     footer = "# Out of bounds values : 3 FAILED\n# Avg"
     _, rows = read(tmp_path, text.replace("# Avg", footer))
     assert {row.check for row in rows} == {"failed: 3 values out of bounds in this table"}
     _, (small, large) = read(tmp_path, LOG.replace("# Avg", footer), "y.log")
-    assert small.check == "passed"  # the row says which size is wrong
+    assert small.check == "passed"  # the row shows which size is wrong
     assert large.check == "failed: 3 wrong values out of place"
     _, rows = read(tmp_path, text.replace("# Avg", footer.replace("3 FAILED", "0 OK")), "z.log")
     assert {row.check for row in rows} == {"passed"}
 
 
 def test_settings_in_json(tmp_path: Path) -> None:
-    """-J: two ranks in each of two groups, a graph, blocking, and -R of the command."""
+    """The output of -J: two groups of two ranks, a graph, blocking, and -R of the command."""
     document = nccl_json()
     document["args"] += ["-R", "2"]
     devices = [{"hostname": f"node{i}", "device_info": "H100", "group": i % 2} for i in range(4)]
@@ -444,8 +448,8 @@ def test_settings_in_json(tmp_path: Path) -> None:
     assert {name: found.environment[name] for name in layout} == layout
 
 
-def test_a_long_line_is_read_at_once(tmp_path: Path) -> None:
-    """250 kB of `time` after the first words of a header: no pattern may be quadratic in it."""
+def test_a_long_line_is_read_in_linear_time(tmp_path: Path) -> None:
+    """250 kB of `time` after the first words of a header: patterns must not take quadratic time."""
     text = "size count type redop root " + "time " * 50_000
     with pytest.raises(ValueError, match="is neither a report nor"):
         read(tmp_path, text)

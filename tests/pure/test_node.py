@@ -1,4 +1,4 @@
-"""common/observe/node.py: what it says of GPUs and networks. No GPU, no process group."""
+"""common/observe/node.py: lines about GPUs and networks, without a GPU or a process group."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +14,14 @@ REASONS = "clocks_event_reasons.active"
 
 
 def counted(*microseconds: str, index: str = "0") -> dict[str, str]:
-    """A GPU's counters: power cap, software thermal, hardware thermal, power brake."""
+    """The throttle counters of a GPU: power cap, software thermal, hardware thermal, power
+    brake."""
     return {"index": index, **dict(zip(SLOWED, microseconds, strict=True))}
 
 
-def test_what_is_wrong_at_the_start() -> None:
-    """Planted: a hot GPU with broken memory, one under a power cap, one core for rank 1. Nothing
-    is wrong with a GPU that is idle (bit 0), or that does not say."""
+def test_warnings_at_the_start() -> None:
+    """A hot GPU with memory errors, a GPU at its power cap, and rank 1 with a single core. There is
+    no warning about an idle GPU (bit 0) or unknown values."""
     hot = {"index": "0", REASONS: "0x0000000000000040", ECC: "2"}
     capped = {"index": "3", REASONS: "0x0000000000000005", ECC: "0"}
     unknown = {"index": "1", REASONS: "[N/A]", ECC: "[N/A]"}
@@ -38,8 +39,8 @@ def test_what_is_wrong_at_the_start() -> None:
     assert node.warnings_at_start(on_cpu) == []
 
 
-def test_what_slowed_a_gpu_down_within_the_run() -> None:
-    """The counters go on from earlier runs, and after the last case the GPUs are idle."""
+def test_reasons_for_throttling_during_the_run() -> None:
+    """The counters continue from earlier runs, and after the last case the GPUs are idle."""
     zeros = ("0 us",) * 4
     before = [counted(*["6869275397 us"] * 2, "0 us", "0 us", index="1"), counted(*zeros)]
     hot = counted("6881625397 us", "6869280000 us", "250000 us", "0 us", index="1")
@@ -60,7 +61,7 @@ def test_what_slowed_a_gpu_down_within_the_run() -> None:
 
 
 def test_a_driver_without_counters_is_named() -> None:
-    """Silence would read as `was not throttled`."""
+    """Without a line the GPUs would seem not to have been throttled."""
     unknown = [counted(*["[N/A]"] * 4)]
     assert node.slowed_seconds([], [], []) is None
     assert node.slowed_seconds(unknown, unknown, ["0"]) is None
@@ -73,9 +74,9 @@ def test_a_driver_without_counters_is_named() -> None:
     ]
 
 
-def test_a_node_whose_counters_grew_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest growth comes first. Loopback does not count, nor does an interface that came
-    meanwhile: it has counted elsewhere."""
+def test_a_node_with_network_errors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest growth comes first. Loopback does not count, and neither does an interface that
+    appeared during the run, whose counters started elsewhere."""
     eth0 = {"errin": 1, "errout": 0, "dropin": 2, "dropout": 4}
     interfaces = {name: SimpleNamespace(**eth0) for name in ("lo", "eth0")}
     monkeypatch.setattr("psutil.net_io_counters", lambda pernic: interfaces)
@@ -91,8 +92,8 @@ def test_a_node_whose_counters_grew_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with two ranks, of which the second does not look. The data did not go over the
-    network, so its drops are in the report alone. GPU 0 belongs to another job."""
+    """A node with two ranks, of which only the first reads the counters. No data used the network,
+    so drops are only in the report. GPU 0 belongs to another job."""
     gpus = [
         {"index": index, "uuid": f"GPU-{index}", "driver_version": "580.65.06", REASONS: "0x0"}
         for index in ("0", "1")

@@ -1,4 +1,4 @@
-"""The judgement of node_check.py, worked out by hand, and how often it errs."""
+"""node_check.py: its verdicts, and how often they are wrong."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ NAMES = {"node": ["a", "b"], "rank": RANKS, "link": RANKS}
 
 
 def cluster(nodes: list[list[int]], kinds: list[str]) -> node_check.Cluster:
-    """Nodes of CPUs, without limits. nodes: the ranks of each."""
+    """A cluster of CPUs without limits. nodes: the ranks of each node."""
     node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
     teams = {"rank": [[rank] for rank in range(len(kinds))], "node": nodes, "rail": [[0]]}
     node_of_rank = [node_of[rank] for rank in range(len(kinds))]
@@ -44,7 +44,7 @@ def cluster(nodes: list[list[int]], kinds: list[str]) -> node_check.Cluster:
 
 
 def ranks_with(step: str, *seconds: float) -> list[Case]:
-    """A case for each rank; 10 bytes in so many seconds."""
+    """A case for each rank, which takes these seconds for 10 bytes."""
     cases = []
     for rank, s in enumerate(seconds):
         metrics = {f"{step}_s": s, f"{step}_sustained_s": s, f"{step}_bytes_per_s": 10 / s}
@@ -52,9 +52,9 @@ def ranks_with(step: str, *seconds: float) -> list[Case]:
     return cases
 
 
-def test_who_is_slow() -> None:
-    """A slower kind of device is none of the slow; a limit is a user's. The ranks of a node that
-    takes three times as long are not named."""
+def test_slow_ranks_and_nodes() -> None:
+    """Ranks are compared with others on the same kind of device, and with limits of the user. If a
+    node takes three times as long, its ranks are not named separately."""
     cases = ranks_with("copy", 1, 1, 1, 2, 2, 5)
     of_kinds = cluster([list(range(6))], ["new"] * 3 + ["old"] * 3)
     slow, sustained = sentences(judge(cases, of_kinds))
@@ -68,13 +68,13 @@ def test_who_is_slow() -> None:
 
 
 def test_the_block_that_counts() -> None:
-    """Blocks of 3.5 and 2.5 s: the best one on the CPU, the median on CUDA."""
+    """Of blocks of 3.5 and 2.5 s, the best counts on the CPU and the median on CUDA."""
     assert node_check.sustained([3.5, 2.5], on_cuda=False) == 2.5
     assert node_check.sustained([3.5, 2.5], on_cuda=True) == 3.0
 
 
 def test_halves_of_a_measurement() -> None:
-    """What is judged of the first and of the last three blocks: 2 and 3, the largest: 4 and 5."""
+    """The smallest of the first and of the last three blocks are 2 and 3, the largest 4 and 5."""
     blocks = [2.0, 4.0, 3.0, 3.0, 5.0, 4.0]
     assert drift_of(blocks, min) == pytest.approx(0.5)
     assert drift_of(blocks, max) == pytest.approx(0.25)
@@ -85,13 +85,13 @@ def test_halves_of_a_measurement() -> None:
 
 
 def test_an_all_reduce_that_its_links_do_not_explain() -> None:
-    """Two rails of two nodes. The slowest link of rail 0 holds 2 GB/s each way, and its all_reduce
-    moves 0.1 GB/s, 20 times less; rail 1 moves 0.3 GB/s, 7 times less."""
+    """Two rails of two nodes. The slowest link of rail 0 has 2 GB/s in each direction, and its
+    all_reduce reaches 0.1 GB/s, 20 times less. That of rail 1 reaches 0.3 GB/s, 7 times less."""
     rows = ranks_with("all_reduce_between", 1, 1, 1, 1)
     for row, rate in zip(rows, (1e8, 3e8, 1e8, 3e8), strict=True):
         row.metrics["all_reduce_between_bytes_per_s"] = rate
     measured = [Link(a, b, 50, None, None, both) for a, b, both in [(0, 2, 4), (1, 3, 4.2)]]
-    measured.append(Link(0, 1, 50, None, None, 0.01))  # within a node: of no rail
+    measured.append(Link(0, 1, 50, None, None, 0.01))  # within a node, so not part of a rail
     of_rails = cluster([[0, 1], [2, 3]], ["k"] * 4)
     of_rails.teams["rail"] = [[0, 2], [1, 3]]
     [(found, slowness)] = below_links(rows, measured, of_rails).items()
@@ -102,8 +102,8 @@ def test_an_all_reduce_that_its_links_do_not_explain() -> None:
     assert below_links(rows[:2], measured, of_rails._replace(cpu=False)) != {}
 
 
-def test_nodes_whose_gpus_others_use_are_not_fit() -> None:
-    """20 GiB are held by other processes on the second node, which also lacks a GPU."""
+def test_nodes_with_gpus_in_use_are_not_fit() -> None:
+    """Other processes use 20 GiB on the second node, which also lacks a GPU."""
     environment: dict[str, Any] = {"gpu_counts": [2, 1], "gpus": [], "ranks": []}
     for node in range(2):
         gpu = {"index": "0", "uuid": f"GPU-G{node}", UNCORRECTED: "0"}
@@ -118,8 +118,10 @@ def test_nodes_whose_gpus_others_use_are_not_fit() -> None:
 def test_odd_results() -> None:
     one = {1: "its results (b) are those of 1 of 3 of its kind"}
     assert odd_results(["a", "b", "a"], ["k"] * 3) == one
-    assert odd_results(["a", "b"], ["k", "l"]) == {}  # two kinds may round differently
-    assert [*odd_results(["a", "b"], ["k", "k"])] == [0, 1]  # with two it can be either
+    assert (
+        odd_results(["a", "b"], ["k", "l"]) == {}
+    )  # different kinds of devices may round differently
+    assert [*odd_results(["a", "b"], ["k", "k"])] == [0, 1]  # with two, either may be wrong
     assert [*odd_results(["not finite"] * 2, ["k", "k"])] == [0, 1]
 
 
@@ -127,7 +129,7 @@ SLOW = accuse({(0,): 1.0, (1,): 2.0, (2,): 1.0}, {}, "rank", "copy")
 FAR = accuse({(0,): 1.0, (1,): 6.0, (2,): 1.0}, {}, "rank", "copy")
 BELOW = {(Who("rank", ((0,),)), "copy"): Slowness(None, "2, below 4")}
 BAD = Case(key={"probe": "alone", "rank": 2}, ranks=[2], check="failed: why")
-# the host comes from the metrics: a number in an error's text need not be a rank
+# the host follows from the metrics: a number in the text of an error may not be a rank
 LINKS = Case(key={"probe": "links"}, ranks=[0], metrics={"failed_rank": 2}, check="failed: rank 1")
 WRONG = wrong_results({1: "lacks"}, [BAD, BAD, LINKS], NAMES)
 BUSY = Others(1.6, 2)
@@ -144,11 +146,11 @@ NO_TIME = "the budget had no time for 2 of 4 rounds of links; raise --budget"
         (SLOW, ([], BUSY, []), WRONG, "slow", 1, "not fit: b, rank 2 on b, links"),
         (SLOW, ([], None, []), [], "wrong", 0, "fit, though slow: 41 s"),
         (SLOW, ([], BUSY, []), [], "slow", 4, f"cannot be told: {USED}"),
-        # six times as slow as its peers: no load explains that
+        # 6 times as slow as its peers, which load does not explain
         (FAR, ([], BUSY, []), [], "slow", 1, "not fit: rank 1 on a"),
         (BELOW, ([], BUSY, []), [], "slow", 4, f"cannot be told: {USED}"),
         (BELOW, ([], None, []), [], "slow", 1, "not fit: rank 0 on a"),
-        # `fit` needs evidence, too
+        # `fit` requires evidence as well
         ({}, ([], None, []), [], "slow", 0, "fit: 41 s"),
         ({}, ([], BUSY, []), [], "slow", 4, f"cannot be told: {USED}"),
         (
@@ -175,8 +177,8 @@ def test_the_verdict(
         assert lines[-3:-1] == ["wrong rank 2 on b: why", "wrong links: rank 1 on b"]
 
 
-def test_a_verdict_says_that_the_load_is_unknown() -> None:
-    """As while two commands take turns."""
+def test_a_verdict_mentions_an_unknown_load() -> None:
+    """Such as while two commands are interleaved."""
     unknown = "; CPU use by other processes was not recorded"
     rest: Any = ([], "slow", NAMES, "41 s", False)
     assert conclude({}, [], False, *rest) == (0, [f"fit: 41 s{unknown}"])
@@ -185,7 +187,7 @@ def test_a_verdict_says_that_the_load_is_unknown() -> None:
 
 
 def test_fit_needs_a_peer_or_a_limit() -> None:
-    """One rank alone, and one link between two nodes, are compared with nothing."""
+    """A single rank and a single link between nodes cannot be compared with anything."""
     alone = cluster([[0]], ["k"])
     assert node_check.without_peer(alone).startswith("there is one rank without a limit")
     assert node_check.without_peer(alone._replace(limits={"matmul_fp32": 1e12})) == ""
@@ -200,7 +202,7 @@ def test_fit_needs_a_peer_or_a_limit() -> None:
 
 
 def test_both_measurements_count() -> None:
-    """The smaller factor of the two; unsteady is what was unsteady twice."""
+    """The smaller of two factors counts. Unsteady are only ranks that were so twice."""
     who = (Who("rank", ((1,),)), "copy")
     other = (Who("rank", ((2,),)), "copy")
     first = Judgement({who: Slowness(7.0, "7x"), other: Slowness(3.0, "3x")}, [other[0]], "x")
@@ -209,11 +211,11 @@ def test_both_measurements_count() -> None:
     assert in_both(first, Judgement({}, [])) == ({}, [], "x")
 
 
-def test_who_is_slow_in_one_of_two_measurements_is_not_named(
+def test_ranks_that_are_slow_once_are_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 1 is slow twice, rank 2 the first time and rank 3 the second. What fitted the first time
-    is measured again, whatever is left of the budget: 100, 30 and 20 s."""
+    """Rank 1 is slow twice, rank 2 the first time and rank 3 the second time. Parts that fitted
+    into the budget the first time are measured again in any case. 100, 30 and 20 s are left."""
     bench = Mock(report=Mock(cases=[], environment={"num_nodes": 1}), rule=StopRule())
     bench.args = Mock(budget=100.0, max_seconds=1.0)
     bench.measure = lambda key, *given, **more: bench.report.cases.append(Case(key=key, ranks=[0]))
@@ -234,15 +236,16 @@ def test_who_is_slow_in_one_of_two_measurements_is_not_named(
 
 
 def test_links_of_nodes() -> None:
-    """Each two ranks of a node, then each two nodes by each rail; nobody twice in a round."""
+    """All pairs of ranks within nodes, then all pairs of nodes on each rail. No rank occurs twice
+    in a round."""
     inside, *between = rounds_by_node([[0, 1], [2, 3], [4, 5]])
     assert inside == [(0, 1), (2, 3), (4, 5)]
     assert between == [[(2, 4), (3, 5)], [(0, 4), (1, 5)], [(0, 2), (1, 3)]]
 
 
 def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node of 2 sockets of 4 cores with 2 threads each, numbered 0-7 and then 8-15. If the
-    launcher gave no core of the GPU's socket, the process stays where it is."""
+    """A node has 2 sockets of 4 cores with 2 threads each, numbered 0-7 and 8-15. If the launcher
+    assigned no core on the GPU's socket, the binding is not changed."""
     device = tmp_path / "bus/pci/devices/0000:02:00.0"
     device.mkdir(parents=True)
     (device / "local_cpus").write_text("00000000,0000f0f0\n")
@@ -259,7 +262,7 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["CPU, quiet", "CPU, 30 %", "GPU", "links, CPU", "links, GPU"])
 def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
-    """The limits are wide: docs/node_check.md has the shares of more runs."""
+    """The limits are wide. docs/node_check.md has the rates of more runs."""
     world = simulation.WORLDS[name]
     healthy = simulation.rates(world, 1.0, 15)
     slow = simulation.rates(world, simulation.slower(name), 10)
@@ -270,9 +273,9 @@ def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
         assert slow["named alone"] >= 0.9
 
 
-def test_the_hosts_to_exclude() -> None:
-    """4 nodes of 2 ranks. Both of two suspects, both ends of a link, all of a rail; what lacks
-    something; who noticed wrong data, and its peer."""
+def test_hosts_to_exclude() -> None:
+    """4 nodes with 2 ranks each. Excluded are both of two suspects, both ends of a link, all nodes
+    of a rail, nodes that lack something, and the rank that received wrong data with its peer."""
     hosts = ["d", "d", "c", "c", "b", "b", "a", "a"]
     teams = {"rank": [[rank] for rank in range(8)], "node": [[0, 1], [2, 3], [4, 5], [6, 7]]}
     teams["rail"] = [[0, 2, 4, 6], [1, 3, 5, 7]]

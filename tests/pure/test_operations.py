@@ -1,4 +1,4 @@
-"""The table of collectives, worked out by hand: factors, and what must arrive where."""
+"""benchmarks/workloads/operations.py: bus factors and expected results of collectives."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from benchmarks.workloads import operations, patterns
 from benchmarks.workloads.operations import OPERATIONS, Member
 
 PART, RANKS, ROOT = 5, 3, 1
-OWN = slice(PART, 2 * PART)  # of rank 1, in a tensor with a part for each rank
-TABLE = {  # busbw / algbw of 8 ranks; what arrives on rank 1 of 3, of the inputs [rank, elements]
+OWN = slice(PART, 2 * PART)  # the part of rank 1 in a tensor with a part for each rank
+TABLE = {  # busbw / algbw for 8 ranks; the result on rank 1 of 3 from inputs [rank, elements]
     "all_reduce": (1.75, lambda rows: rows.sum(0)),
     "all_gather": (0.875, lambda rows: rows.flatten()),
     "reduce_scatter": (0.875, lambda rows: rows.sum(0)[OWN]),
@@ -24,8 +24,8 @@ TABLE = {  # busbw / algbw of 8 ranks; what arrives on rank 1 of 3, of the input
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_what_must_arrive(name: str) -> None:
-    """All of it, at its place: each single value that differs is counted."""
+def test_expected_results(name: str) -> None:
+    """Each single wrong value is counted, at any position."""
     operation, (bus, arrives) = OPERATIONS[name], TABLE[name]
     group: Any = None
     assert operation.bus(8) == bus

@@ -1,4 +1,4 @@
-"""What is slower than its peers: benchmarks/workloads/outliers.py, worked out by hand."""
+"""benchmarks/workloads/outliers.py: ranks, nodes and links that are slower than their peers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ ONE_NODE, TWO_NODES = {"node": [0, 0]}, {"node": [0, 0, 0, 1, 1, 1]}
 
 
 def test_outliers() -> None:
-    """Median 10, deviations 0 1 1 1 10: the median one is 1, scaled 1.4826."""
+    """The median is 10, the deviations are 0, 1, 1, 1, 10. Their median 1 is scaled to 1.4826."""
     costs = dict(enumerate([10.0, 9, 11, 9, 20]))
     [(name, (factor, sigmas))] = outliers(costs, 5).items()
     assert (name, factor) == (4, 2.0)
@@ -20,8 +20,8 @@ def test_outliers() -> None:
 
 
 def test_the_scatter_has_a_floor() -> None:
-    """Of three costs two are alike by chance: their deviation is 0.001, and 1.2 is 135 sigmas off.
-    If a cost is known to 10 %, it is 2 of these: (1.2 - 1.001) / 0.1001."""
+    """Two of three costs are equal by chance: with their deviation of 0.001, 1.2 is 135 sigmas off.
+    If costs are known to 10 %, it is 2 sigmas: (1.2 - 1.001) / 0.1001."""
     costs = {0: 1.0, 1: 1.001, 2: 1.2}
     assert outliers(costs, 5)[2][1] > 100
     assert outliers(costs, 5, noise=0.1) == {}
@@ -31,26 +31,26 @@ def test_the_scatter_has_a_floor() -> None:
 @pytest.mark.parametrize(
     ("costs", "levels", "options", "names"),
     [
-        # median 1.01; the deviations .01 .99 0 .01 0 0 have the median .005; node 0 is not slow
+        # median 1.01; deviations .01 .99 0 .01 0 0 with median .005; node 0 is not slow
         ([1.0, 2.0, 1.01, 1.02, 1.01, 1.01], NODES, {}, ["rank 1"]),
         ([1, 1.09, 1, 1, 1, 1], NODES, {}, []),  # within the margin
-        ([1, 0.5, 1, 1, 1, 1], NODES, {}, []),  # the fast one
-        ([1, 1.2, 0.8, 1.4, 0.6, 1.5], NODES, {}, []),  # a spread as wide as the difference
+        ([1, 0.5, 1, 1, 1, 1], NODES, {}, []),  # a fast rank
+        ([1, 1.2, 0.8, 1.4, 0.6, 1.5], NODES, {}, []),  # the spread is as wide as the difference
         ([1, 1.3, 1, 1, 1, 1], {}, {"margin": 0.4}, []),
         ([1, 1.3, 1, 1, 1, 1], {}, {"margin": 0.2}, ["rank 1"]),
         # a slow node explains its ranks, and no rank of another node
         ([1.0, 1.0, 2.0, 2.1, 1.01, 3.0], NODES, {}, ["node 1", "rank 5"]),
-        # with two it can be either; the slower first: it must be so twice
+        # with two, either may be at fault; the slower one is named first
         ([1.0, 3.0], ONE_NODE, {"of_two": True}, ["rank 1 or rank 0"]),
         ([1.0, 3.0], ONE_NODE, {}, []),
         ([1.0, 1.3], {}, {"margin": 0.4, "of_two": True}, []),
         ([1, 1.1, 1, 2, 2.1, 2], TWO_NODES, {"of_two": True}, ["node 1 or node 0"]),
-        # steps under the clock's resolution: nothing is a multiple of no time
+        # steps below the resolution of the clock
         ([0.0, 0.0, 0.0, 1e-9], {}, {}, []),
         ([0.0, 1e-9], {}, {"of_two": True}, []),
     ],
 )
-def test_who_is_slow(
+def test_slow_ranks_and_nodes(
     costs: list[float], levels: dict[str, list[int]], options: Any, names: list[str]
 ) -> None:
     by_rank: Costs = {(rank,): float(cost) for rank, cost in enumerate(costs)}
@@ -58,8 +58,8 @@ def test_who_is_slow(
     assert [who.name() for who, _ in found] == names
 
 
-def test_in_words() -> None:
-    """0.99 / (1.4826 * 0.005)."""
+def test_sentences() -> None:
+    """0.99 / (1.4826 * 0.005) are 134 sigmas."""
     costs: Costs = {(0,): 1.0, (1,): 2.0, (2,): 1.01, (3,): 1.02, (4,): 1.01, (5,): 1.01}
     found = accuse(costs, NODES, "rank", "a product")
     parts = "2.00 s against 1.01 s"

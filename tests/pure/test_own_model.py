@@ -1,4 +1,4 @@
-"""benchmarks/workloads/own_model.py: what a user's function may do, and what is refused."""
+"""benchmarks/workloads/own_model.py: functions of users, and what is refused."""
 
 import re
 import sys
@@ -169,7 +169,7 @@ def fills_the_gpu_in_forward(device):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with the user's modules."""
+    """The working directory, with the user's modules."""
     (tmp_path / "users.py").write_text(USERS)
     (tmp_path / "leaving.py").write_text("raise SystemExit('from the module')\n")
     (tmp_path / "unfinished.py").write_text("def f(:\n")
@@ -224,7 +224,8 @@ def test_a_model_that_cannot_be_measured_is_one_line(name: str, words: str) -> N
 
 
 def test_a_function_that_exits_in_a_case_fails_the_case() -> None:
-    """Benchmark.attempt makes a row of an Exception. SystemExit would end the rank, status 0."""
+    """Benchmark.attempt turns an Exception into a row. SystemExit would end the rank with
+    status 0."""
     with pytest.raises(ValueError, match="SystemExit: 0"):
         make_own("users:exits", CPU)
 
@@ -258,9 +259,9 @@ def test_a_changed_folder_and_path_stay_and_are_named(folder: Path) -> None:
     assert try_own("users:fine", CPU) == Trial(2, [])
 
 
-def test_a_model_that_does_not_fit_is_left_to_its_cases() -> None:
-    """They fail with the reason, and the other models of the command are measured. The model may
-    fit on some ranks."""
+def test_a_model_that_does_not_fit_fails_its_cases() -> None:
+    """The cases fail with the reason, and other models are measured. The model may fit on some
+    ranks."""
     assert try_own("users:fills_the_gpu", CPU) == Trial(None, [])
     assert try_own("users:fills_the_gpu_in_forward", CPU) == Trial(2, [])
     with pytest.raises(torch.OutOfMemoryError):
@@ -288,7 +289,7 @@ def test_parameters_in_the_name() -> None:
 
 
 def test_a_batch_of_keyword_arguments() -> None:
-    """As a Hugging Face batch: nested, with values that are no tensors. 4 x 5 tokens."""
+    """A batch like that of Hugging Face: nested, with values that are not tensors. 4 x 5 tokens."""
     name = "tests.own_models:batch_of_transformers?batch=4&long=true"
     assert try_own(name, CPU, idle_allowed=False) == Trial(4, [], tokens=20)
     own = make_own(name, CPU)

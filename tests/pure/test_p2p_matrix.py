@@ -1,4 +1,4 @@
-"""The plan, the tables and the answers of p2p_matrix.py."""
+"""p2p_matrix.py: plan, tables and answers."""
 
 import itertools
 from pathlib import Path
@@ -11,8 +11,8 @@ from benchmarks.workloads.outliers import Findings, Slowness, Who
 from common.cpu_load import Others
 
 
-def test_the_key_of_a_round_says_who_meets() -> None:
-    """12 ranks on 3 or on 4 nodes: three rounds each, of other pairs."""
+def test_the_key_of_a_round_contains_its_pairs() -> None:
+    """12 ranks on 3 or 4 nodes: three rounds each, with different pairs."""
     args = p2p_matrix.parse_args(["--by", "node", "--size", "1M"])
     three, four = (p2p_matrix.plan(args, Messages(2**20, 8, 10), nodes) for nodes in (3, 4))
     assert (len(three), len(four)) == (3, 3)
@@ -42,7 +42,8 @@ def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> L
 
 
 def test_matrices_and_many_links() -> None:
-    """+-% in percent, in both halves. Of what is too wide the worst links are listed."""
+    """+-% is in percent in both triangles. Of matrices that are too wide, the worst links are
+    listed."""
     rows = [met(0, 1, 20, 1.0, 0.025), met(0, 2, 20, 1.0, 134.0)]
     ranks = names_of(40)["rank"]
     *_, spread = p2p_matrix.tables(rows, ranks[:3], "rank", 80).split("\n\n")
@@ -59,8 +60,8 @@ def test_matrices_and_many_links() -> None:
     assert latency.splitlines()[:2] == ["worst 20 of 780 links:", worst]
 
 
-def test_a_matrix_has_the_names_of_hosts() -> None:
-    """Of nodes in rows and columns, of ranks in a line below."""
+def test_a_matrix_shows_the_names_of_hosts() -> None:
+    """In rows and columns for nodes, and in a line below for ranks."""
     rows = [met(0, 1, 20, 1.0), met(0, 2, 20, 1.0), met(1, 2, 20, 1.0)]
     nodes = ["a-long-name", "vm (node 1)", "vm (node 2)"]
     table = p2p_matrix.tables(rows, nodes, "node", 80).split("\n\n")[1].splitlines()
@@ -72,7 +73,7 @@ def test_a_matrix_has_the_names_of_hosts() -> None:
 
 
 def test_answer() -> None:
-    """A slow link: 60 us, and the median of 20, 20, 20, 21, 22 and 60 is 20.5."""
+    """A slow link takes 60 us. The median of 20, 20, 20, 21, 22 and 60 is 20.5 us."""
     alike = [met(0, 1, 20, 1.0, 0.2), met(2, 3, 21, 1.1), met(0, 2, 20, 1.0), met(1, 3, 22, 1.0)]
     alike += [met(0, 3, 20, 1.05), met(1, 2, 20, 1.0, 0.05)]
     where = ([0] * 4, "rank", 5.0, names_of(4))
@@ -89,7 +90,7 @@ def test_answer() -> None:
     assert last.endswith("(the median sample of a link: no interval; raise --max-seconds)")
     few = p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0, names_of(2))
     assert few[0] == "with 1 link it is impossible to tell which link, rank or node is slow"
-    # beside other processes only what is over 5 times as slow is named
+    # while other processes run, only links over 5 times as slow are named
     used = p2p_matrix.doubt_of(Others(1.6, 2), True)
     assert used == "other processes used 1.6 of 2 cores"
     busy, *_ = p2p_matrix.answer(alike, *where, used)
@@ -99,8 +100,8 @@ def test_answer() -> None:
     assert busy.startswith("slow link rank 1 on vm -> rank 2 on vm: latency within nodes 5.85x")
 
 
-def test_an_unknown_load_is_a_doubt() -> None:
-    """As while two commands take turns, and of links that an earlier run has measured."""
+def test_an_unknown_load_is_mentioned() -> None:
+    """Such as while two commands are interleaved, or for links of an earlier run."""
     assert p2p_matrix.doubt_of(None, True) == ""
     unknown = p2p_matrix.doubt_of(Others(1.6, 2), False)
     assert unknown == "CPU use by other processes was not recorded"
@@ -110,13 +111,13 @@ def test_an_unknown_load_is_a_doubt() -> None:
     assert first == f"cannot be told if a link, rank or node is slow: {unknown}"
     alike[2] = met(1, 2, 60, 1.0)
     assert p2p_matrix.answer(alike, *where, unknown)[0] == first
-    alike[2] = met(1, 2, 120, 1.0)  # six times as slow: no load explains that
+    alike[2] = met(1, 2, 120, 1.0)  # 6 times as slow, which load does not explain
     assert p2p_matrix.answer(alike, *where, unknown)[0].startswith("slow link rank 1 on vm -> rank")
 
 
-def test_three_links_have_no_scatter_by_themselves() -> None:
-    """Two links are alike by chance; the third takes 1.3 times as long, and a sample of a link is
-    known to 40 %: no name."""
+def test_the_scatter_of_three_links_has_a_floor() -> None:
+    """Two links are equal by chance. The third takes 1.3 times as long, but the median sample of a
+    link is known only to 40 %, so it is not named."""
     rows = [met(0, 1, 20, 1.0, 0.4), met(0, 2, 20.02, 1.0, 0.4), met(1, 2, 26, 1.0, 0.4)]
     first, *_ = p2p_matrix.answer(rows, [0] * 3, "rank", 5.0, names_of(3))
     assert first == "no link, rank or node is slow beyond noise"
@@ -127,7 +128,7 @@ def test_three_links_have_no_scatter_by_themselves() -> None:
 
 SLOW = {(min(3, n), max(3, n)): 94.0 for n in range(14) if n != 3}
 SLOW |= {(min(5, n), max(5, n)): 50.0 for n in range(14) if n != 5}
-SHARED = {(1, 2): 94.0, (2, 6): 200.0}  # two links that share an end
+SHARED = {(1, 2): 94.0, (2, 6): 200.0}  # two links with a common end
 WITHIN = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}  # the first one is within a node
 
 
@@ -149,15 +150,17 @@ WITHIN = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}  # the first one is within 
         ),
     ],
 )
-def test_what_to_leave_out(slow: dict[tuple[int, int], float], nodes: list[int], line: str) -> None:
-    """All other links hold 380 GB/s. 14 nodes are over EXACT."""
+def test_nodes_to_leave_out(
+    slow: dict[tuple[int, int], float], nodes: list[int], line: str
+) -> None:
+    """All other links have 380 GB/s. 14 nodes are more than EXACT."""
     pairs = itertools.combinations(range(len(nodes)), 2)
     links = [met(a, b, 20, slow.get((a, b), 380)) for a, b in pairs]
     names, found = names_of(len(nodes)), Slowness(4.0, "4x")
     every: Findings = {(Who("node", ((node,),)), "x"): found for node in nodes}
     assert p2p_matrix.leave_out(links, list(nodes), names, every) == line
     nobody = p2p_matrix.leave_out(links, list(nodes), names, {})
-    assert nobody == line.split(" GB/s, ")[-1]  # all N hold ...: what is not named is not left out
+    assert nobody == line.split(" GB/s, ")[-1]  # nodes that were not named are not left out
     ends: Findings = {
         (Who("link", ((a, b),)), "x"): found for a, b in slow if max(a, b) < len(nodes)
     }

@@ -1,4 +1,4 @@
-"""The arithmetic of parallel_sweep.py, by hand: meshes, the breakdown."""
+"""parallel_sweep.py: meshes, the breakdown, the check and the answer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from common.stats import Times
     [
         ("dp2x4", ["dp"], {"dp": 8, "replicas": 2, "ddp": False}),
         ("dp2pp4:1f1b", ["pp", "dp"], {"schedule": "1f1b", "stages": 4}),
-        # ranks of cp and ep share gradients: they are ranks of dp as well
+        # ranks of cp and ep average gradients, so they are ranks of dp as well
         ("cp4:ring", ["dp", "cp"], {"data": 4, "ring": True}),
         ("dp2x2ep2pp2:zbv", ["pp", "dp", "ep"], {"data": 8, "replicas": 2, "stages": 4}),
     ],
@@ -51,7 +51,7 @@ def key_of(mesh: str, sequence: int, batch: int, microbatches: int, experts: int
         ("pp2:interleaved", (128, 20, 5, 0), "got 5; e.g. --microbatches 4"),
     ],
 )
-def test_the_number_that_does_not_fit(
+def test_numbers_that_do_not_fit_a_mesh(
     name: str, numbers: tuple[int, int, int, int], says: str
 ) -> None:
     problem = misfit(key_of(name, *numbers))
@@ -59,7 +59,7 @@ def test_the_number_that_does_not_fit(
     assert says in problem
 
 
-def test_what_fits() -> None:
+def test_numbers_that_fit_a_mesh() -> None:
     assert misfit(key_of("pp4:interleaved", 128, 20, 10, 0)) is None  # two rounds of five
     gpipe = key_of("pp2:gpipe", 128, 16, 1, 0)
     assert misfit(gpipe) is None
@@ -73,8 +73,8 @@ def test_what_fits() -> None:
             assert misfit(key_of(name, 128, 4 * ranks, parts, 0)) is None
 
 
-def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11's context_parallel replaces it and, after an error, never puts it back."""
+def test_a_failed_ring_restores_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """context_parallel of torch 2.11 replaces it and does not restore it after an error."""
     attend = F.scaled_dot_product_attention
 
     @contextmanager
@@ -91,7 +91,7 @@ def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatc
 
 
 def test_breakdown_by_hand() -> None:
-    """dp2pp2: ranks 0 and 1 are the first stage. Six rounds of one iteration, all alike."""
+    """dp2pp2: ranks 0 and 1 are the first stage. Six equal rounds of one iteration."""
     seconds = {
         "step": [1.0, 0.9, 1.0, 1.0],
         "without pp": [0.6, 0.5, 0.8, 0.7],
@@ -107,14 +107,14 @@ def test_breakdown_by_hand() -> None:
     assert [place.value for place in found["stage_idle"]] == pytest.approx([0.4, 0.2])  # 1 - 0.6
     assert found["pipeline_idle"].value == pytest.approx(0.3)
     assert found["pipeline_idle_theory"] == pytest.approx(1 / 5)  # 2 stages: 1 of 4 + 1 slots
-    # two stages on a rank halve each slot: 3 of 2 * 8 + 3
-    alone = {"step": samples["step"], "compute": samples["compute"]}  # as of a single axis
+    # two stages per rank halve each slot: 3 of 2 * 8 + 3
+    alone = {"step": samples["step"], "compute": samples["compute"]}  # the parts of a single axis
     found = parallel_sweep.breakdown(parse_mesh("pp4:interleaved"), 8, Times(alone, [1] * 6))
     assert found["pipeline_idle_theory"] == pytest.approx(3 / 19)
 
 
 def test_training_is_compared_with_one_process() -> None:
-    """Two ranks with norms of 3 and 4: 5 together. Only the last stage has losses."""
+    """Norms of 3 and 4 on two ranks are 5 together. Only the last stage has losses."""
     reference = Reference(0.1, [[1.0, 3.0]] * 3, [5.0] * 3)
     facts: list[Any] = [
         {"norms": [9.0] * 3, "losses": [[], [], []]},
@@ -130,12 +130,12 @@ def test_training_is_compared_with_one_process() -> None:
     assert wrong.startswith("failed: the gradient's norm in step 3 is ")
 
 
-def test_the_peak_of_a_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(["A100-SXM4-80GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     cuda = torch.device("cuda")
-    assert parallel_sweep.peak_flops(cuda, "bf16") == 312e12  # an old driver leaves "NVIDIA" out
-    assert parallel_sweep.peak_flops(cuda, "bf16") is None  # a part of one
+    assert parallel_sweep.peak_flops(cuda, "bf16") == 312e12  # an old driver omits "NVIDIA"
+    assert parallel_sweep.peak_flops(cuda, "bf16") is None  # a MIG instance
     assert parallel_sweep.peak_flops(torch.device("cpu"), "bf16") is None
 
 
@@ -143,7 +143,7 @@ def case_of(mesh: str, ms: Estimate, **metrics: Any) -> Case:
     return Case(key={"mesh": mesh}, ranks=[0], name=mesh, metrics={"step_s": ms * 1e-3, **metrics})
 
 
-def test_the_answer_tells_no_order() -> None:
+def test_the_answer_does_not_rank_meshes() -> None:
     exposed: dict[str, Any] = {"exposed_dp_s": Estimate(0.0162, 0.011, 0.022)}
     exposed |= {"exposed_tp_s": Estimate(0.002, -0.001, 0.004), "compute_s": Estimate(0.08)}
     cases = [

@@ -1,4 +1,4 @@
-"""benchmarks/parameter_server.py without processes: what travels, and the average of a server."""
+"""parameter_server.py in one process: serialization of gradients, and the average of a server."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -16,25 +16,26 @@ DENSE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 def sparse(rows: list[int], values: list[float]) -> torch.Tensor:
-    """[4, 1]; a row may occur several times, as in the gradient of an embedding."""
+    """A tensor [4, 1] in which a row may occur several times, as in the gradient of an
+    embedding."""
     parts = torch.tensor([rows]), torch.tensor(values)[:, None]
     return torch.sparse_coo_tensor(*parts, (4, 1), check_invariants=True)
 
 
 def travel(sent: Any) -> Any:
-    """As RPC serializes it. Over a device map, TensorPipe aborts a process that sends a sparse
-    tensor: it counts one tensor in the message, and finds two in its content."""
+    """Serialize and deserialize as RPC does. With a device map, TensorPipe aborts a process that
+    sends a sparse tensor: it expects one tensor in the message, and finds two in its content."""
     data, tensors = pickler.serialize(sent)
     assert [tensor.layout for tensor in tensors] == [torch.strided] * len(tensors)
     return pickler.deserialize(data, tensors)
 
 
 @pytest.mark.parametrize("gradient", [DENSE, sparse([2, 0, 2], [1.0, 2.0, 4.0])], ids=["d", "s"])
-def test_a_gradient_travels_as_dense_tensors(gradient: torch.Tensor) -> None:
+def test_a_gradient_is_sent_as_dense_tensors(gradient: torch.Tensor) -> None:
     arrived = script.unpack(script.copy_to(CPU, travel(script.pack(gradient))))
     assert arrived.layout == gradient.layout
     assert torch.equal(arrived.to_dense(), gradient.to_dense())
-    # a future on CUDA asks for the indices of a sparse tensor, which an uncoalesced one refuses
+    # a future on CUDA reads the indices of a sparse tensor, which must be coalesced
     assert not arrived.is_sparse or arrived.is_coalesced()
 
 
@@ -60,7 +61,7 @@ def test_the_average_of_sparse_gradients(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_answer_names_every_route() -> None:
-    """They were timed one after the other, so none of them is left out as slower."""
+    """They were timed one after the other, so they are not ranked."""
     cases = []
     for route, server, ms in (("hybrid", None, 18.0), ("rpc running", "running", 15.0)):
         metrics = {"step_s": Estimate(ms / 1e3)}

@@ -1,4 +1,5 @@
-"""Values that tell rank and position, for each type and operation of collectives.py."""
+"""benchmarks/workloads/patterns.py: values that identify rank and position, for each dtype and
+reduction."""
 
 import functools
 import math
@@ -26,7 +27,8 @@ def tiles(redop: str, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", collectives.TYPES)
 @pytest.mark.parametrize("ranks", [1, 3, 512])
 def test_reductions_are_exact(ranks: int, name: str) -> None:
-    """Reduced one rank after the other in the dtype itself, as a backend may do."""
+    """Also if the ranks are reduced one after the other in the dtype itself, as a backend may
+    do."""
     for redop, of_two in OF_TWO.items():
         total = functools.reduce(of_two, tiles(redop, ranks).to(getattr(torch, name)).unbind())
         assert patterns.count_wrong(total, patterns.reduced_tile(redop, ranks)) == 0
@@ -34,7 +36,7 @@ def test_reductions_are_exact(ranks: int, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ranks", [2, 3, 512])
-def test_average_divided_first_or_last(ranks: int, dtype: torch.dtype) -> None:
+def test_averages_may_divide_first_or_last(ranks: int, dtype: torch.dtype) -> None:
     first = last = torch.zeros(patterns.PERIOD, dtype=dtype)
     for row in tiles("avg", ranks).to(dtype):
         first, last = first + row / ranks, last + row
@@ -46,7 +48,7 @@ def test_average_divided_first_or_last(ranks: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("redop", [*OF_TWO, "avg"])
 @pytest.mark.parametrize("ranks", [2, 3, 512])
-def test_a_rank_that_is_left_out_is_seen(redop: str, ranks: int) -> None:
+def test_a_missing_rank_is_detected(redop: str, ranks: int) -> None:
     want, near = patterns.reduced_tile(redop, ranks), patterns.tolerance(redop, torch.float32)
     for missing in {0, 1, ranks - 1}:
         others = [rank for rank in range(ranks) if rank != missing]
@@ -57,11 +59,11 @@ def test_a_rank_that_is_left_out_is_seen(redop: str, ranks: int) -> None:
         assert patterns.count_wrong(got.float(), want, relative=near) > 0
 
 
-def test_moved_values_tell_ranks_and_places_apart() -> None:
+def test_values_identify_rank_and_position() -> None:
     tiles = [tuple(patterns.tile(rank).tolist()) for rank in range(512)]
     assert len(set(tiles)) == 512
     assert all(0 <= value < patterns.SENTINEL for tile in tiles for value in tile)
-    for shift in (2**k for k in range(20)):  # a chunk at another place
+    for shift in (2**k for k in range(20)):  # a chunk at another position
         assert torch.tensor(tiles[0]).roll(shift).tolist() != list(tiles[0])
 
 

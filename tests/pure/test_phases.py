@@ -1,4 +1,4 @@
-"""benchmarks/workloads/phases.py by hand: what is made of the durations of steps."""
+"""benchmarks/workloads/phases.py: statistics of the durations of steps and phases."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ def test_durations_by_step_and_phase() -> None:
     phases = Phases(torch.device("cpu"))
     phases.begin()
     phases.add("forward", 1.0, 3.0)
-    phases.add("forward", 4.0, 6.0)  # a second one
+    phases.add("forward", 4.0, 6.0)  # a second time
     phases.add("whole", 1.0, 6.0)
     first = phases.step
     phases.begin()
     start = phases.last
     phases.mark("a")
-    phases.mark("b")  # since the mark before
+    phases.mark("b")  # since the previous mark
     phases.add("both", start, phases.last)
     before, step = phases.durations([first, phases.step])
     assert before == {"forward": [2.0, 2.0], "whole": [5.0]}
@@ -35,8 +35,8 @@ def test_durations_by_step_and_phase() -> None:
 
 
 def test_summary() -> None:
-    """Mean 3, squares 4 + 1 + 0 + 9 = 14 over n - 1 = 3; the 75th percentile lies a quarter of the
-    way from 3 to 6."""
+    """The mean is 3, the variance (4 + 1 + 0 + 9) / (n - 1) = 14 / 3, and the 75th percentile a
+    quarter of the way from 3 to 6."""
     found = summary([1, 2, 3, 6])
     assert (found["count"], found["min_s"], found["max_s"], found["mean_s"]) == (4, 1, 6, 3)
     assert found["variance_s2"] == pytest.approx(14 / 3)
@@ -46,16 +46,17 @@ def test_summary() -> None:
 
 
 def shown(most: int | None, **workers: dict[str, Any]) -> tuple[list[str], list[list[str]], str]:
-    """Headers, rows, and what was left out."""
+    """Headers, rows, and the text about rows that were left out."""
     case = Case(key={}, ranks=[], name="rpc", metrics={"servers": summaries(workers)}, part=3)
     columns, rows, left_out = phase_table("servers", [case], most)
-    assert {row.part for row in rows} == {3}  # when it was measured, for a resumed report
+    assert {row.part for row in rows} == {3}  # the part of a resumed report
     names = [header.split("\n")[0] for header in columns]
     return names, [line.split() for line in render(columns, rows).splitlines()[3:]], left_out
 
 
 def test_the_table() -> None:
-    """Of 1, 3 and 5 ms: mean 3, variance 8 / 2. The statistics of the source program come first."""
+    """1, 3 and 5 ms have mean 3 and variance 8 / 2. The statistics of the source program come
+    first."""
     servers = {"server0": {"batch": [0.001]}, "server1": {"batch": [0.003, 0.005]}}
     names, rows, left_out = shown(None, **servers)
     assert names[:8] == ["servers", "phase", "", "mean", "stdev", "variance", "min", "max"]
@@ -66,8 +67,8 @@ def test_the_table() -> None:
     assert left_out == ""
 
 
-def test_which_workers_have_a_row() -> None:
-    """`all` would repeat a single worker. Those beyond a limit are counted."""
+def test_rows_of_workers() -> None:
+    """`all` is omitted for a single worker. Workers beyond the limit are counted."""
     assert [row[2] for row in shown(8, server0={"batch": [1.0]})[1]] == ["server0"]
     _, rows, _ = shown(None, server0={"batch": [1.0]}, server1={})
     assert [row[-11] for row in rows] == ["server0", "all"]
@@ -80,11 +81,12 @@ def test_which_workers_have_a_row() -> None:
 
 
 def test_workers_at_their_own_pace() -> None:
-    """Blocks of one step: max(1, 2), ..., 5 of 2 s and one of 4 s: 12 samples in 14 s."""
+    """In blocks of one step the slower worker takes 2 s five times and 4 s once: 12 samples in 14
+    s."""
     metrics, rate = own_pace([[1.0] * 5 + [4.0], [2.0] * 6], [1] * 6, "step")
     assert metrics["step_s"] == Estimate(2.0, 2.0, 2.0)
     assert metrics["step_slowest"] == 1
-    assert metrics["step_p95_s"] == pytest.approx(3.25)  # the other worker's
+    assert metrics["step_p95_s"] == pytest.approx(3.25)  # of the other worker
     assert rate == Estimate(12 / 14, 0.5, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What a call of ab.py measures: the files that its commands name, and the variables."""
+"""analysis/plan.py: the files and variables that the commands of ab.py depend on."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ from tests.process import ROOT
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder; `tool` is on PATH, and its interpreter too."""
+    """The working directory. `tool` and its interpreter are on PATH."""
     monkeypatch.chdir(tmp_path)
     for name, text in {
         "bin/tool": "#!/usr/bin/env mypython -u\n",
@@ -32,14 +32,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(folder: Path, text: str, **more: str) -> dict[str, str]:
-    """What a command names: label -> path below the folder."""
+    """The files that a command depends on: label -> path relative to the folder."""
     environ = {"PATH": f"{folder}/bin", "PYTHONPATH": f"{folder}/path"} | more
     found = plan.files_of(text, environ)
     return {label: os.path.relpath(path, folder) for label, path in found.items()}
 
 
-def test_the_files_that_a_command_names(folder: Path) -> None:
-    """Words, values of flags, programs and their interpreters, modules, a shell's -c."""
+def test_files_that_a_command_depends_on(folder: Path) -> None:
+    """Arguments, values of flags, programs and their interpreters, modules, -c of a shell."""
     env = os.path.relpath("/usr/bin/env", folder)
     tool = {"tool": "bin/tool", "mypython": "bin/mypython", "/usr/bin/env": env}
     helper = {"helper.py": "helper.py", "lib.py": "path/lib.py"}
@@ -56,15 +56,15 @@ def test_the_files_that_a_command_names(folder: Path) -> None:
     assert files(folder, "x https://host:80/y -m torch.distributed.run") == {}
 
 
-def test_a_checkout_of_these_scripts_has_its_harness(folder: Path) -> None:
+def test_a_script_of_this_project_depends_on_the_harness(folder: Path) -> None:
     named = plan.files_of(shlex.join(["x", f"{ROOT}/benchmarks/collectives.py"]), {"PATH": ""})
     assert f"{ROOT}/common/timing.py" in named
     assert f"{ROOT}/benchmarks/workloads/operations.py" in named
     assert not [label for label in named if label.endswith("ddp_sweep.py")]
 
 
-def test_which_variables_count() -> None:
-    """Repeated entries of PATH are dropped, the order stays. Those of shells and jobs do not."""
+def test_variables_that_count() -> None:
+    """Variables of shells and jobs do not count. Repeated entries of PATH are dropped."""
     passing = ["SSH_TTY", "TERM", "SLURM_JOB_ID", "XDG_SESSION_ID", "TMPDIR", "_", "VENV_PROMPT"]
     environ = dict.fromkeys(passing, "x") | {"A_PORT": "tcp://10.0.0.1:80"}
     assert plan.lines_of_variables(environ) == []
@@ -79,7 +79,7 @@ def test_which_variables_count() -> None:
     ]
 
 
-def test_in_what_a_call_differs_from_a_plan() -> None:
+def test_differences_between_a_call_and_a_plan() -> None:
     begin = ["looks: [6]", "command a: x", "command b: y"]
     mine = ["file of a: 11 x.py", "file of b: 22 x.py", "inherited variable F=1"]
     assert plan.why_different([*begin, *mine], [*begin, *mine]) == ""
@@ -95,7 +95,7 @@ def test_in_what_a_call_differs_from_a_plan() -> None:
     assert plan.why_different([*begin, *mine], [*begin, *mine[1:]]) == "x.py is gone"
 
 
-def test_a_large_file_is_known_by_its_size_and_time(
+def test_a_large_file_is_identified_by_size_and_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "config.yaml"

@@ -1,4 +1,4 @@
-"""`--dtype`: what it sets of torch's precision, and what a title says of it."""
+"""benchmarks/workloads/precision.py: settings of `--dtype`, and its name in titles."""
 
 from unittest.mock import Mock
 
@@ -9,7 +9,7 @@ from benchmarks.workloads.precision import PRECISION, name_precision, set_precis
 
 
 def test_the_default_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's default is TF32 in convolutions."""
+    """The default of torch uses TF32 in convolutions."""
     now = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     set_products = Mock(wraps=torch.set_float32_matmul_precision)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", set_products)
@@ -25,7 +25,7 @@ def test_the_default_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_products.call_count == 3
 
 
-def test_the_title_says_where_the_default_is_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_title_mentions_tf32_if_it_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert name_precision("bf16", cuda) == "bf16"

@@ -1,4 +1,4 @@
-"""What of torch is private stands in this list."""
+"""A list of all private names of torch that the code uses."""
 
 import ast
 import re
@@ -7,8 +7,8 @@ from typing import Any
 from tests.process import ROOT
 
 RECORDER = {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"}
-# The private names of a file. Those of a comment or docstring beside them were seen to work with
-# torch 2.11, 2.14 and 2.15; where a new torch breaks one, look here for who else uses it.
+# The private names in each file. They were tried with torch 2.11, 2.14 and 2.15. If a new version
+# of torch breaks one, this list shows the other files that use it.
 PRIVATE: dict[str, set[str]] = {
     "benchmarks/checkpoint_sweep.py": {"_pytree"},
     "benchmarks/compile_sweep.py": {"_checkpoint", "_dynamo", "_inductor"},
@@ -32,7 +32,7 @@ OF_PYTHON = {"_actions", "_asdict", "_current_frames", "_exit", "_replace", "_ru
 
 
 def names_of(node: Any) -> list[str]:
-    """The names that a node of the syntax tree imports, takes from an object, or passes."""
+    """The names that a node of the syntax tree imports, reads as an attribute, or passes."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
         return ".".join(names).split(".")
@@ -41,7 +41,7 @@ def names_of(node: Any) -> list[str]:
     return [node.arg] if isinstance(node, ast.keyword) and node.arg else []
 
 
-def test_the_list_has_the_private_names_of_each_file() -> None:
+def test_the_list_of_private_names_is_complete() -> None:
     files = [
         *ROOT.glob("benchmarks/**/*.py"),
         *ROOT.glob("common/**/*.py"),

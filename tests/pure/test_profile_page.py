@@ -1,4 +1,4 @@
-"""docs/profile.md: the numbers of its example are those of docs/results/profile."""
+"""docs/profile.md quotes the output and the numbers of docs/results/profile."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def events(path: str) -> list[dict[str, Any]]:
     return [event for event in whole if event["ph"] == "X"]
 
 
-def test_the_page_shows_what_is_printed() -> None:
+def test_the_page_shows_the_output() -> None:
     done = run("trace.py", *TRACES, "--against", str(FOLDER / "collectives.jsonl"))
     assert done.returncode == 0, done.stderr
     assert textwrap.indent(done.stdout.rstrip(), "    ", lambda line: line != "\n") in PAGE
@@ -29,7 +29,7 @@ def test_the_page_shows_what_is_printed() -> None:
 
 def test_the_page_has_the_numbers_of_the_traces() -> None:
     """Computed here from the events, without analysis/."""
-    calls = []  # of each rank: milliseconds, in three steps
+    calls = []  # milliseconds per step, by rank
     for path in TRACES:
         found = [event for event in events(path) if event["name"] == "gloo:all_reduce"]
         steps = [event for event in events(path) if event["name"].startswith("ProfilerStep#")]

@@ -1,4 +1,4 @@
-"""tests/quotients.py, on outputs made by hand: it must find what does not agree."""
+"""tests/quotients.py finds numbers that do not agree, in outputs written by hand."""
 
 import pytest
 
@@ -23,7 +23,7 @@ y  failed: why
 """
 
 
-def test_what_agrees_is_no_problem() -> None:
+def test_numbers_that_agree_are_no_problem() -> None:
     """0.0065 / 0.0050 = 1.30; 2 * 4 / 0.005 = 1600."""
     assert problems("compile_sweep", COMPILED) == []
 
@@ -39,7 +39,7 @@ def test_what_agrees_is_no_problem() -> None:
         ("95% ci", "  load", "column 'load of it' is neither in CHECKS nor in MEASURED"),
     ],
 )
-def test_what_does_not_agree_is_found(right: str, wrong: str, said: str) -> None:
+def test_numbers_that_do_not_agree_are_found(right: str, wrong: str, said: str) -> None:
     found = "; ".join(problems("compile_sweep", COMPILED.replace(right, wrong, 1)))
     assert said in found
     assert bool(found) == bool(said)
@@ -81,7 +81,7 @@ def test_sentences(script: str, line: str, is_right: bool) -> None:
     assert (problems(script, line) == []) == is_right
 
 
-def test_what_is_printed_stands_for_what_is_rounded_to_it() -> None:
+def test_a_printed_number_is_a_range() -> None:
     for text, low, high in (
         ("0.0051", 0.00505, 0.00515),
         ("1,234", 1233.5, 1234.5),

@@ -1,4 +1,4 @@
-"""The node of each rank, and groups of ranks by a word."""
+"""The node of each rank, and the groups of --groups."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def test_partition() -> None:
     assert partition("cross", nodes) == [[0, 2], [1, 3]]
     assert partition("3,0/1-2", nodes) == [[0, 3], [1, 2]]
     assert partition("world", [0, 0, 1]) == [[0, 1, 2]]
-    # a word that is no rank after a group that is one; more numbers than memory holds
+    # an invalid rank after a valid group; a range that would not fit into memory
     odd = ("0,1/x", "0,1/2,9", "0-9999999999")
     for spec in ("0,1/1,2", "0/1,2", "0,4", "1-0", "x", "", "nodes", *odd):
         with pytest.raises(ValueError, match="disjoint groups of one size among ranks 0 to 3"):

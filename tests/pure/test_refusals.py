@@ -1,6 +1,6 @@
-"""A mistake in a command is one line: what was expected, what it got, an example. Status 2.
+"""A mistake in a command is one line with status 2: what was expected, what was given, an example.
 
-The scripts run in this process, and end before they meet anybody.
+The scripts run in this process and end before the ranks rendezvous.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from common.cli import check_output
 from tests.process import ROOT
 from tests.pure.reports import case, write
 
-# script, flags, words of the line. What all measuring scripts refuse is asked of p2p_matrix.
+# script, flags, part of the line; p2p_matrix stands for the refusals of all measuring scripts
 MISTAKES = [
     ("p2p_matrix", "--szie 3", "unknown argument '--szie'; did you mean --size"),
     ("p2p_matrix", "--dev cpu", "unknown argument '--dev'"),  # no abbreviations
@@ -220,9 +220,9 @@ MISTAKES = [
         "--fail-on cannot be used with sev",
     ),
 ]
-# what a script needs beside --json
+# other required arguments of a script
 NEEDED = {"replay": "trace", "traffic": "--ranks 1 --mesh dp1"}
-# ... and the number of ranks: what the roles of a world refuse
+# script, number of ranks, flags, part of the line: numbers of ranks that do not fit the roles
 ROLES = [
     ("rpc_latency", 1, "", "require 2 processes, got 1; e.g. torchrun"),
     ("rpc_latency", 2, "--rpc-channels cuda_xth", "requires CUDA, but all ranks are on the CPU"),
@@ -241,7 +241,7 @@ ROLES = [
 MEASURING = [path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")]
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_has_refusals() -> None:
     commands = [*MEASURING]
     commands += ["compare", "export", "report", "trace", "ab"]
     assert {name for name, *_ in ROLES} | {name for name, *_ in MISTAKES} == set(commands)
@@ -278,7 +278,7 @@ def test_a_mistake_is_one_line(
         importlib.import_module(f"{folder}.{script}").main()
     assert refused.value.code == 2
     out, err = capsys.readouterr()
-    # a mistake that the parser finds comes before the first two lines
+    # mistakes that the parser finds come before the first two lines
     assert not out or re.fullmatch("# torchrun-bench .*\n# command: .*\n", out)
     (line,) = err.splitlines()
     assert line.startswith(f"{script}.py: error: ")
@@ -294,10 +294,10 @@ def test_a_mistake_is_one_line(
         ("node_check", "--exclude-file base/1.txt"),
     ],
 )
-def test_a_missing_folder_is_refused_before_the_ranks_meet(
+def test_a_missing_folder_is_refused_before_the_rendezvous(
     script: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two ranks without MASTER_ADDR, each would be refused for that if it tried to meet."""
+    """Two ranks without MASTER_ADDR: they would be refused for that if they tried to rendezvous."""
 
     def refused(flags: str) -> str:
         monkeypatch.setattr("sys.argv", [f"{script}.py", *shlex.split(NEEDED.get(script, ""))])
@@ -320,10 +320,10 @@ def test_a_missing_folder_is_refused_before_the_ranks_meet(
     assert a_folder in refused(flag)
 
 
-def test_ranks_of_other_nodes_do_not_look_for_the_folder(
+def test_only_the_node_of_rank_0_checks_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 writes the report. A read-only folder is refused as well, unless the file exists."""
+    """Only rank 0 writes the report. A read-only folder is refused, unless the file exists."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

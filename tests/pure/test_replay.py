@@ -1,4 +1,4 @@
-"""replay.py: what it reads, refuses and plans, and its arithmetic by hand; no process group."""
+"""replay.py without a process group: recordings, refusals, plans and arithmetic."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ MS = 1_000_000  # nanoseconds
 
 
 def entry(name: str = "all_reduce", sent: Any = 6, received: Any = 6, **more: Any) -> Any:
-    """Of the flight recorder, 1 ms after the start. None: a rank without that tensor."""
+    """An entry of the flight recorder, 1 ms after the start. None: a rank without that tensor."""
     return {
         "profiling_name": f"gloo:{name}",
         "process_group": ["7", "mesh_dp"],
@@ -39,7 +39,7 @@ def entry(name: str = "all_reduce", sent: Any = 6, received: Any = 6, **more: An
 
 
 def read(folder: Path, *entries: Any, content: Any = None, **more: Any) -> Recording:
-    """What is read of rank 0 in a world of two: 2 steps of 10 ms, or other content of the file."""
+    """Read the recording of rank 0 of two: 2 steps of 10 ms, or other content of the file."""
     times = {"world_size": 2, "steps": 2, "started_ns": 999 * MS, "ended_ns": 1019 * MS}
     recorded = {"entries": list(entries), "groups": {"7": [0, 1]}} | times | more
     (folder / "fr_0.json").write_text(json.dumps(recorded) if content is None else content)
@@ -62,7 +62,7 @@ def read(folder: Path, *entries: Any, content: Any = None, **more: Any) -> Recor
 def test_an_entry(
     tmp_path: Path, name: str, sent: Any, received: Any, op: str, problem: str
 ) -> None:
-    """NCCL's recorder has the time in the job as well."""
+    """NCCL's recorder also has the duration in the job."""
     setup, marker = entry(time_created_ns=998 * MS), entry("coalesced", None, None)
     recording = read(tmp_path, setup, marker, entry(name, sent, received, duration_ms=2.5))
     assert (recording.steps, recording.time_s) == pytest.approx((2, 0.020))
@@ -73,7 +73,7 @@ def test_an_entry(
 
 
 @pytest.mark.parametrize("content", ['{"world_size": 2, ', "{}", '{"a":' + "[" * 100_000])
-def test_a_file_that_is_no_recording(tmp_path: Path, content: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(
         ValueError, match=r"fr_0.json: expected the recording of a rank, got (\w+Error|neither)"
     ):
@@ -110,7 +110,7 @@ def test_a_damaged_recording_is_one_line(tmp_path: Path, changes: Any, reason: s
 
 
 class Hostile:
-    """A pickle of it calls a function when it is read."""
+    """Unpickling it calls a function."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,13 +126,13 @@ def test_a_pickle_of_plain_data_is_read(protocol: int) -> None:
         "b": b"x",
     }
     if protocol < 3:
-        del plain["b"]  # a call of codecs.encode there
+        del plain["b"]  # these protocols call codecs.encode for it
     assert replay.plain_pickle(pickle.dumps(plain, protocol)) == plain
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_nothing_is_executed_from_a_pickle(tmp_path: Path, protocol: int) -> None:
-    """Calls, classes, instances, sets, extensions; and a memo that would take 32 GB."""
+    """Calls, classes, instances, sets, extensions, and a memo that would need 32 GB."""
     made = tmp_path / "made"
     values = [Hostile(made), OrderedDict(a=1), {1, 2}, bytearray(b"x"), replay.Kind, torch.float32]
     files = [pickle.dumps({"entries": [value]}, protocol) for value in values]
@@ -163,7 +163,8 @@ NO_DURATIONS = "the recording has no durations of operations: `job` is empty"
 
 @pytest.mark.parametrize("version", ["2.14", "2.15"])
 def test_a_trace_of_the_profiler(version: str) -> None:
-    """2 steps of DDP over gloo; 33 * 32 * 2 parameters of 4 bytes. It also sends, from 0 to 1."""
+    """2 steps of DDP over gloo with 33 * 32 * 2 parameters of 4 bytes, and a send from rank 0
+    to 1."""
     plan = plan_of(RECORDINGS / f"profiler_{version}")
     assert plan.steps == 2
     assert 0 < plan.calls[0][0].begin_s < plan.calls[0][-1].begin_s < plan.time_s < 1
@@ -187,7 +188,8 @@ def test_a_trace_of_the_profiler(version: str) -> None:
 
 @pytest.mark.parametrize("name", ["dump_2.14", "dump_2.15", "json_2.15"])
 def test_a_dump_of_torch(name: str) -> None:
-    """As a pickle and as JSON: no steps, no durations; over gloo the ranks of mesh_tp lack."""
+    """A pickle and JSON, without steps and durations. With gloo the ranks of mesh_tp are
+    missing."""
     plan = plan_of(RECORDINGS / name)
     assert plan.steps == 1
     assert [calls[0].begin_s for calls in plan.calls] == [0, 0]
@@ -217,7 +219,7 @@ def test_a_dump_without_times_is_replayed_without_gaps(tmp_path: Path) -> None:
 
 
 def comm(ts: float, size: int = 1024, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
-    """An all-reduce of Kineto over NCCL, on 2 ranks."""
+    """Kineto's event of an all-reduce over NCCL on 2 ranks."""
     about = {
         "External id": int(ts),
         "Collective name": "allreduce",
@@ -246,7 +248,7 @@ def of_kineto(folder: Path, *events: Any, name: str = "rank0.json", **about: Any
 
 
 def test_a_trace_over_nccl(tmp_path: Path) -> None:
-    """The times are those of the kernels. What is outside of the steps does not count."""
+    """Times are those of the kernels. Events outside of the steps do not count."""
     kernel = comm(2500, cat="kernel", **{"External id": 2000}) | {"dur": 300.0}
     wait: dict[str, Any] = {"Collective name": "wait"}
     copy = comm(2500, cat="gpu_user_annotation")
@@ -283,7 +285,9 @@ def test_the_ranks_of_a_group(tmp_path: Path, args: Any, ranks: Any) -> None:
         ({"dtype": "ComplexFloat"}, "this dtype is not known"),
     ],
 )
-def test_what_of_a_trace_cannot_be_replayed(tmp_path: Path, args: Any, problem: str) -> None:
+def test_operations_of_a_trace_that_cannot_be_replayed(
+    tmp_path: Path, args: Any, problem: str
+) -> None:
     (call,) = of_kineto(tmp_path, comm(2000, **args)).calls
     assert call.problem == problem
 
@@ -326,7 +330,7 @@ def test_the_rank_in_a_name(name: str, rank: Any) -> None:
 
 
 def test_names_without_a_rank(tmp_path: Path) -> None:
-    """As tensorboard_trace_handler writes them: the content tells the rank."""
+    """The names of tensorboard_trace_handler. The rank is in the content."""
     with pytest.raises(ValueError, match="has no recordings; expected a file of each rank"):
         replay.read(str(tmp_path), 0, 2)
     for name, rank in (("vm_10.pt.trace.json", 1), ("vm_11.pt.trace.json.gz", 0)):
@@ -347,10 +351,11 @@ def test_names_without_a_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recorder", ["nccl2", "legacy", "gloo"])
-def test_every_backend_has_a_recorder_of_its_own(
+def test_every_backend_has_its_own_recorder(
     recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nccl2's is apart from the older NCCL's. Gloo's may hold other groups'."""
+    """The recorder of nccl2 is separate from that of legacy NCCL. Gloo's may contain other
+    groups."""
 
     def dump(name: str = "gloo") -> bytes:
         entries = [entry(process_group=["7", name])] if name in (recorder, "gloo") else []
@@ -367,7 +372,7 @@ def test_every_backend_has_a_recorder_of_its_own(
 
 
 def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
-    """An all-reduce of mesh_dp of the ranks 0 and 1."""
+    """An all-reduce of mesh_dp on ranks 0 and 1."""
     fields: dict[str, Any] = {"op": "all_reduce", "group": "mesh_dp", "ranks": (0, 1)} | more
     ranks, dtype = fields["ranks"], fields.get("dtype", "float32")
     kind = Kind(fields["op"], fields["group"], len(ranks), dtype, size)
@@ -378,14 +383,17 @@ def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
 @pytest.mark.parametrize(
     ("rows", "kept"),
     [
-        ([[call(1), call(2)], [call(2), call(3)]], [[2], [2]]),  # ring buffers begin apart
-        ([[call(1), call(1, 28)]] * 2, [[1, 1]] * 2),  # coalesced ones share a number
+        (
+            [[call(1), call(2)], [call(2), call(3)]],
+            [[2], [2]],
+        ),  # ring buffers start at different calls
+        ([[call(1), call(1, 28)]] * 2, [[1, 1]] * 2),  # coalesced calls share a number
         ([[call(1), call(1), call(2)], [call(1), call(2)]], [[2], [2]]),
         ([[call(1, 20), call(9)], [call(1, 24), call(9)]], [[9], [9]]),
         ([[call(1), call(9)], [call(1, problem="parts differ"), call(9)]], [[9], [9]]),
-        # two groups of one name
+        # two groups with the same name
         ([[call(ranks=(0, 2))], [call(ranks=(1, 3))]] * 2, [[1]] * 4),
-        # another order would never end; another group is not concerned
+        # a different order would hang; other groups are not affected
         (
             [[call(1), call(2), call(9, group="tp")], [call(2), call(1), call(9, group="tp")]],
             [[9]] * 2,
@@ -393,13 +401,13 @@ def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
         ([[call(ranks=(1,))], [call(ranks=(1,))]], [[], []]),
     ],
 )
-def test_what_all_ranks_of_a_group_have(rows: Any, kept: Any) -> None:
+def test_only_calls_recorded_on_all_ranks_are_replayed(rows: Any, kept: Any) -> None:
     plan = replay.choose([Recording(1, 0.010, row) for row in rows])
     assert [[each.seq for each in row] for row in plan.calls] == kept
 
 
-def test_only_a_group() -> None:
-    """3 and 2 steps."""
+def test_replay_of_one_group() -> None:
+    """The ranks have recorded 3 and 2 steps."""
     row = [call(1), call(2), call(1, group="mesh_tp")]
     plan = replay.choose([Recording(3, 0.03, row), Recording(2, 0.06, row)], ["dp"])
     assert (plan.steps, plan.time_s, plan.calls) == (3, 0.06, [row[:2]] * 2)
@@ -419,7 +427,7 @@ def test_only_a_group() -> None:
         ([call(size=2**40), call(2, 2**40)], 0.01, "the buffers need 2,199,023,255,552 bytes"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(
+def test_plans_that_cannot_be_replayed_are_refused(
     calls: list[Collective], time_s: float, text: str
 ) -> None:
     bench = Mock(args=Mock(timeout=300), report=Mock(environment={}))
@@ -431,7 +439,7 @@ def test_what_cannot_be_replayed_is_refused(
 
 
 def test_over_nccl_the_host_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it has queued all operations; CUDA events take the times."""
+    """The host waits after it has queued all operations. CUDA events measure the times."""
     cuda, log = MagicMock(), Mock()
     monkeypatch.setattr(torch, "cuda", cuda)
     cuda.Event.return_value.elapsed_time.return_value = 4.0
@@ -450,10 +458,9 @@ def test_over_nccl_the_host_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_by_hand() -> None:
-    """8 MB among 4 ranks: replayed in 10 ms, which is 0.8 GB/s, times 1.5 on the bus.
+    """8 MB on 4 ranks are replayed in 10 ms: algbw is 0.8 GB/s, and busbw 1.5 times as much.
 
-    2 calls of 10 ms and 1 of 20 ms share the time half and half. Rank 1 takes half as long as
-    rank 0.
+    2 calls of 10 ms and 1 of 20 ms take half of the time each. Rank 1 takes half as long as rank 0.
     """
     four: dict[str, Any] = {"group": "dp", "ranks": (0, 1, 2, 3)}
     bigs = [call(seq, 8_000_000, job_s=0.019 + seq % 2 * 0.002, **four) for seq in range(4)]

@@ -1,4 +1,4 @@
-"""The report: what a crash leaves, what is refused, what --resume takes over."""
+"""common/report.py: reports after a crash, refusals, and which cases --resume keeps."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a report.jsonl"
 
 
-def test_what_is_written_is_read(path: Path) -> None:
+def test_a_report_is_read_as_it_was_written(path: Path) -> None:
     report = report_at(path)
     assert load(str(path)).status == "interrupted"
     report.finish("complete", gpus=[])
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 
 def test_older_reports_are_never_erased(path: Path, tmp_path: Path) -> None:
-    """A link is followed."""
+    """A symbolic link is followed."""
     path.symlink_to(tmp_path / "disk")
     texts = []
     for count in (1, 2):
@@ -94,7 +94,7 @@ def test_a_report_that_another_program_changes_is_noticed(path: Path, tmp_path: 
     ],
 )
 def test_a_damaged_case_is_not_resumed(path: Path, change: dict[str, Any], words: str) -> None:
-    """The second case of the report; what is refused leaves the file as it was."""
+    """The second case is damaged. The file is not changed when it is refused."""
     report_at(path, 1)
     good = {"key": {"n": 1}, "name": "n 1", "ranks": [0], "check": "passed"}
     good |= {"metrics": {"step_s": {"value": 0.1, "low": None, "high": None}, "note": None}}
@@ -126,7 +126,7 @@ def test_two_runs_cannot_write_one_report(path: Path, tmp_path: Path) -> None:
             begin(tmp_path / "link").start(resume)
     first.add(Case(key={"n": 7}, ranks=[0]))
     assert [case.key["n"] for case in load(str(path)).cases] == [0, 7]
-    del first  # as where its process ends
+    del first  # as at the end of its process
     begin(path).start(resume=True)
 
 
@@ -137,14 +137,14 @@ def test_only_regular_files(path: Path) -> None:
             begin(name).start()
 
 
-def test_a_read_only_report_is_said_at_once() -> None:
+def test_a_read_only_report_is_noticed_at_the_start() -> None:
     uid = os.geteuid()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "r.jsonl")
         report_at(path)
         path.chmod(0o444)
         Path(folder).chmod(0o755)
-        os.seteuid(uid or 65534)  # root may write everywhere
+        os.seteuid(uid or 65534)  # root may write anywhere
         try:
             with pytest.raises(PermissionError):
                 begin(path).start()
@@ -154,7 +154,7 @@ def test_a_read_only_report_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"schema": 3', "my thesis\n"])
-def test_a_line_that_is_not_ours_stays(path: Path, text: str) -> None:
+def test_other_files_are_not_overwritten(path: Path, text: str) -> None:
     path.write_text(text)
     for resume in (False, True):
         with pytest.raises(ValueError, match="it would replace what is there"):
@@ -163,8 +163,8 @@ def test_a_line_that_is_not_ours_stays(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("tail", [b'{"key": {"model": ', b'{"key": {}, "ranks": []}'])
-def test_resume_takes_over_and_cuts_the_line_that_a_crash_left(path: Path, tail: bytes) -> None:
-    """The status of the earlier run does not count any more."""
+def test_resume_keeps_cases_and_cuts_an_incomplete_line(path: Path, tail: bytes) -> None:
+    """The status of the earlier run is no longer valid."""
     report_at(path, 2).finish("failed")
     with path.open("ab") as file:
         file.write(tail)
@@ -203,20 +203,20 @@ def test_resume_refuses_another_run(
 
 
 def test_secrets_are_compared_by_hash() -> None:
-    """Their values are in no report, and another value has another hash."""
+    """Reports contain no values of secrets, and different values have different hashes."""
     hidden = ("HF_TOKEN", "NCCL_KEY_X", "A_Secret", "TORCH_PASS", "NCCL_PASSWD", "FI_AUTH", "CREDS")
     told = without_secrets(dict.fromkeys(hidden, "hunter2") | {"NCCL_ALGO": "Ring"})
     assert told.pop("NCCL_ALGO") == "Ring"
     assert "hunter2" not in str(told)
     assert all(re.fullmatch(r"\(not shown; hash [0-9a-f]{6}\)", text) for text in told.values())
-    assert len(set(told.values())) == len(hidden)  # the name is in the hash
+    assert len(set(told.values())) == len(hidden)  # the name is part of the hash
     for name in hidden:
         assert without_secrets({name: "hunter2"})[name] == told[name]
         assert without_secrets({name: "hunter3"})[name] != told[name]
 
 
-def test_a_requeued_job_goes_on_elsewhere(path: Path) -> None:
-    """Whatever its number is. Other hosts stand in the report."""
+def test_a_requeued_job_continues_on_other_hosts(path: Path) -> None:
+    """With another job number. The report lists the hosts."""
     report_at(path, hosts=["node1"], variables={"SLURM_JOB_ID": "1", "TRITON_CACHE_DIR": "/1"})
     for host in ("node2", "node2", "node3"):
         variables = {"SLURM_JOB_ID": "2", "TRITON_CACHE_DIR": "/2"}
@@ -231,8 +231,8 @@ def test_a_requeued_job_goes_on_elsewhere(path: Path) -> None:
     assert second.endswith(" UTC on node2, not on node3")
 
 
-def test_each_case_keeps_its_part_of_a_resumed_report(path: Path) -> None:
-    """Its time, hosts and arguments. A run that measures nothing adds no part."""
+def test_each_case_belongs_to_a_part_of_a_resumed_report(path: Path) -> None:
+    """A part has its start time, hosts and arguments. A run that measures nothing adds no part."""
     first = begin(path, hosts=["node1"])
     first.argv = ["x.py", "--iters", "3", "--json", "r.jsonl"]
     first.started_at = "2026-11-28T03:12:05+00:00"
@@ -261,12 +261,12 @@ def test_each_case_keeps_its_part_of_a_resumed_report(path: Path) -> None:
     assert done.when_and_where(1).endswith(" UTC on node2, node3 and 1 more")
     again = begin(path, hosts=["node2"])
     again.start(resume=True)
-    again.add(Case(key={"n": 0}, ranks=[0]))  # it replaces the first one
+    again.add(Case(key={"n": 0}, ranks=[0]))  # it replaces the earlier one
     assert [case.part for case in load(str(path)).cases] == [1, 2]
 
 
 def test_a_disk_that_is_full_at_the_first_line(path: Path) -> None:
-    """An older report stays where it is; without one the file is empty."""
+    """An older report is not moved. Without one the file is empty."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for cases in (0, 2):
         if cases:
@@ -296,7 +296,7 @@ HEAD = json.dumps({"schema": SCHEMA, "benchmark": "x", "argv": [], "environment"
         (HEAD + '\nhalf\n{"key": {}, "ranks": []}\n', ":2 is no line of a report"),
     ],
 )
-def test_what_is_no_report_is_one_clear_line(path: Path, text: str, words: str) -> None:
+def test_damaged_reports_are_refused_in_one_line(path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
         load(str(path))
@@ -304,7 +304,7 @@ def test_what_is_no_report_is_one_clear_line(path: Path, text: str, words: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_written_is_named() -> None:
+def test_values_that_are_not_json_are_named() -> None:
     assert not_json("key", {"a": 1, "b": None}) is None
     assert not_json("key", {"a": 1, "b": {2}}) == "key 'b' is not JSON: '{2}'"
     assert not_json("metric", {"x_s": math.nan}) == "metric 'x_s' is not JSON: 'nan'"

@@ -1,6 +1,6 @@
-"""analysis/report.py: a page that a browser can be trusted with, its tables and its figures.
+"""analysis/report.py: escaping, tables and figures of its pages.
 
-test_golden_texts.py has the words of one page, tests/test_report_page.py looks at it in a browser.
+test_golden_texts.py has the text of one page, and tests/test_report_page.py opens it in a browser.
 """
 
 import html
@@ -23,19 +23,19 @@ BAD = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&\"'{{
 
 
 def rows_of(section: Section, number: int = 0) -> list[list[str]]:
-    """A table with its header."""
+    """The rows of a table, including the header."""
     table = section.tables[number]
     return [list(table.header), *(list(row) for row in table.rows)]
 
 
 def whiskers(figure: Figure) -> list[list[Any]]:
-    """The ends of each interval that is drawn, each a pair of coordinates."""
+    """The two ends of each interval that is drawn, as coordinates."""
     containers = [c for c in figure.axes[0].containers if isinstance(c, ErrorbarContainer)]
     segments = [s for c in containers for s in c.lines[2][0].get_segments()]
     return [[tuple(point) for point in segment] for segment in segments if len(segment)]
 
 
-def test_html_in_every_string_is_text(tmp_path: Path) -> None:
+def test_html_in_every_string_is_escaped(tmp_path: Path) -> None:
     key = {"model": BAD, BAD: BAD, "ranks": 2}
     numbers = {"step_s": estimate(0.1, 0.09, 0.12), BAD: BAD, "samples_per_s": 3.0, f"{BAD}_s": 1.0}
     failed = case("", key=key | {"ranks": 3}, table=BAD, check=f"failed: {BAD}", samples_s={})
@@ -49,15 +49,15 @@ def test_html_in_every_string_is_text(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
     assert text.count("<svg") >= 3
-    assert "{{7*7}}" in html.unescape(text)  # and no template either
+    assert "{{7*7}}" in html.unescape(text)  # templates are not evaluated
     assert not re.findall(r"<(script|link|iframe|object|embed|form|img|b)\b", text, re.I)
     tags = " ".join(re.findall(r"<[a-z][^>]*>", text, re.I))
     assert not re.findall(r"\son\w+\s*=", tags, re.I)
     ids = re.findall(r'\sid="([^"]*)"', tags)
     assert len(set(ids)) == len(ids)
-    # nothing is fetched: no address but of parts of the page
+    # nothing is loaded: all addresses are within the page
     assert set(re.findall(r'(?:href|src)="(.)', tags)) == {"#"}
-    for unwanted in ("\x1b", "#000000"):  # what is drawn black has the text's colour
+    for unwanted in ("\x1b", "#000000"):  # black is replaced by the color of the text
         assert unwanted not in text
 
 
@@ -72,8 +72,8 @@ IDEAL = "ideal: one rank (timed alternately) x ranks"
 
 
 def dashes(figure: Figure) -> list[list[float]]:
-    """The number of ranks times samples/s of one rank alone, at each point of each curve. The ends
-    of whiskers are shorter."""
+    """The marks of ideal scaling at the points of each curve: ranks times samples/s of one rank
+    alone. The ends of whiskers are shorter."""
     lines = [line for line in figure.axes[0].lines if line.get_markersize() > 10]
     return [[float(y) for y in np.asarray(line.get_ydata())] for line in lines]
 
@@ -84,8 +84,8 @@ def legend(figure: Figure) -> list[str]:
 
 
 def test_a_scaling_curve_begins_at_0_and_has_whiskers(tmp_path: Path) -> None:
-    """One rank alone, timed in turns with 2 ranks, trains on 80 samples/s. The row `no ddp`, timed
-    at another time, is no part of the picture."""
+    """One rank alone, interleaved with 2 ranks, trains on 80 samples/s. The row `no ddp` was timed
+    separately and is not drawn."""
     path = write(tmp_path / "a.jsonl", ddp(0, 0.05), ddp(1, 0.1), ddp(2, 0.2, efficiency=0.5))
     (figure,) = draw(load([path]))
     ends = [[y for _, y in pair] for pair in whiskers(figure)]
@@ -97,9 +97,9 @@ def test_a_scaling_curve_begins_at_0_and_has_whiskers(tmp_path: Path) -> None:
     assert legend(figure) == [IDEAL]
 
 
-def test_strong_scaling_is_one_curve_and_settings_in_turns_are_several(tmp_path: Path) -> None:
-    """The batch of a rank follows from the number of ranks. Of settings in turns each has its own
-    curve, and all have the same dashes: 80 / 0.5 = 100 / 0.625 = 160."""
+def test_strong_scaling_is_one_curve_and_interleaved_settings_are_several(tmp_path: Path) -> None:
+    """The batch of a rank follows from the number of ranks. Each interleaved setting has its own
+    curve, and all have the same marks: 80 / 0.5 = 100 / 0.625 = 160."""
     lines = [ddp(ranks, 0.1 * ranks, efficiency=0.4) for ranks in (2, 4)]
     for line in lines:
         line["key"] |= {"global_batch": 8, "batch_size": 8 // line["key"]["ranks"]}
@@ -115,7 +115,7 @@ def test_strong_scaling_is_one_curve_and_settings_in_turns_are_several(tmp_path:
 
 
 def test_bars_begin_at_0_have_whiskers_and_short_names(tmp_path: Path) -> None:
-    """A figure for each model. An interval is drawn where there is one, also from below 0."""
+    """A figure for each model. Intervals are drawn even if they begin below 0."""
     numbers = {"compute_s": estimate(0.05), "exposed_dp_s": estimate(0.02, 0.01, 0.04)}
     numbers |= {"exposed_tp_s": estimate(-0.01, -0.02, 0.01)}
     lines = []
@@ -133,8 +133,9 @@ def test_bars_begin_at_0_have_whiskers_and_short_names(tmp_path: Path) -> None:
     assert "95 % intervals" in ax.get_xlabel()
 
 
-def test_a_script_that_nobody_knows(tmp_path: Path) -> None:
-    """Each table of its own; a row is a metric where these are far more than the cases."""
+def test_an_unknown_script(tmp_path: Path) -> None:
+    """Each table of the report is shown. Rows are metrics if there are many more of them than
+    cases."""
     many = {"heat_gib": 1.5, "queue_s": 0.25, "moved_bytes": 4096, "note": "warm"}
     lines = [
         case("x", [0.1, 0.3, 0.2] * 4, table="one", metrics={"alone_s": 0.1}),
@@ -145,8 +146,8 @@ def test_a_script_that_nobody_knows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *lines, benchmark="from_mars")
     assert [figure.get_label() for figure in draw(load([path]))] == ["Time, resnet18"]
     _, (summary, section, _) = sections_of([path])
-    # 12 samples of x: the third to the tenth of the sorted ones, 0.1, 0.1, 0.1, 0.1, 0.2, ..., 0.3;
-    # a metric of y is about its step already
+    # the interval of 12 samples of x is the third to the tenth of the sorted values; y already has a
+    # metric of its step
     assert rows_of(section) == [
         ["case", "step (ms)", "alone (ms)", "step p90 (ms)"],
         ["x", "200 (100 to 300)", "100", "-"],
@@ -160,8 +161,8 @@ def test_a_script_that_nobody_knows(tmp_path: Path) -> None:
     assert rows_of(summary, 1)[1] == ["a", "dp8", "failed: no memory"]
 
 
-def test_units_are_read_without_an_exponent(tmp_path: Path) -> None:
-    """Each cell has a unit where a metric goes from 8 bytes to 1 GiB; digits follow the value."""
+def test_units_avoid_exponents(tmp_path: Path) -> None:
+    """Each cell has its own unit if values differ widely. The digits depend on the value."""
     lines = []
     for size, rate in ((8, 1.222e-5), (1 << 30, 5.5)):
         numbers: dict[str, Any] = {"mb_per_s": rate * 1000, "messages_per_s": 12345.6}
@@ -187,7 +188,7 @@ def test_units_are_read_without_an_exponent(tmp_path: Path) -> None:
 
 
 def test_reports_of_different_machines(tmp_path: Path) -> None:
-    """The environment comes last, folded, with a row for each value."""
+    """The environment is last and folded, with a row for each value."""
     reports = []
     for number, torch in enumerate(("2.14.0", "2.15.0", "2.15.0")):
         variables = {"TORCHELASTIC_MAX_RESTARTS": "0", "NCCL_ALGO": "Ring"}
@@ -212,7 +213,7 @@ def test_reports_of_different_machines(tmp_path: Path) -> None:
     ]
 
 
-def test_a_page_replaces_no_report(tmp_path: Path) -> None:
+def test_a_page_does_not_replace_a_report(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     write(path, ddp(0, 0.09))
     before = path.read_bytes()
@@ -221,7 +222,7 @@ def test_a_page_replaces_no_report(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_only_a_page_of_its_own_is_replaced(tmp_path: Path) -> None:
+def test_foreign_pages_are_not_replaced(tmp_path: Path) -> None:
     report, page = write(tmp_path / "a.jsonl", case("x")), tmp_path / "page.html"
     for _ in range(2):
         assert run("report.py", report, "-o", str(page)).returncode == 0
@@ -238,8 +239,8 @@ def test_only_a_page_of_its_own_is_replaced(tmp_path: Path) -> None:
 def write_links(
     path: Path, hosts: list[str], slow: list[dict[str, Any]], by: str = "rank", slowest: Any = ()
 ) -> str:
-    """A report of p2p_matrix.py: each pair once. The link of a and b has a latency of 10 a + b us,
-    and 1 GB/s there, 2 back and 3 both ways; the slowest one a tenth."""
+    """A report of p2p_matrix.py with each pair once. The link of a and b has a latency of 10 a + b
+    us, and 1 GB/s there, 2 back and 3 in both directions; the slowest link has a tenth of that."""
     count = len(hosts)
     rows = []
     for a in range(count):
@@ -263,17 +264,20 @@ def cells(figure: Figure) -> Any:
 
 
 def frames_of(axes: Any) -> list[tuple[float, ...]]:
-    """The outlines: x, y, width and height."""
+    """The outlines as x, y, width and height."""
     return [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in axes.patches]
 
 
 def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
-    """Two hosts of two ranks. Rows send, and -1 is no link. Rank 1 is slow at latency, and 2 -> 0
-    at bandwidth."""
+    """Two hosts with two ranks each. Rows send, and -1 means no link. The latency of rank 1 and the
+    bandwidth of 2 -> 0 are slow."""
     slow = [
         {"what": "latency within nodes", "members": [1]},
         {"what": "bandwidth between nodes", "link": [2, 0]},
-        {"what": "bandwidth between nodes", "link": [7, 9]},  # of no rank: a damaged report
+        {
+            "what": "bandwidth between nodes",
+            "link": [7, 9],
+        },  # ranks that do not exist: a damaged report
     ]
     path = write_links(tmp_path / "p.jsonl", ["a", "a", "b", "b"], slow)
     latency, bandwidth, both = draw(load([path]))
@@ -297,8 +301,8 @@ def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
 
 
 def test_a_heat_map_of_many_ranks_is_by_host(tmp_path: Path) -> None:
-    """Of 66 ranks on 3 hosts a cell is the worst link; of 64 each rank has a row. With --by node
-    rows are the hosts of the report."""
+    """With 66 ranks on 3 hosts a cell is the worst link between two hosts; with 64 each rank has a
+    row. With --by node rows are the hosts of the report."""
     hosts = [f"node{rank // 22}" for rank in range(66)]
     slow = [{"what": "bandwidth between nodes", "link": [1, 65]}]
     path = write_links(tmp_path / "p.jsonl", hosts, slow, slowest=(1, 65))
@@ -317,7 +321,7 @@ def test_a_heat_map_of_many_ranks_is_by_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_only_a_picture_of_its_own_is_replaced(suffix: str, tmp_path: Path) -> None:
+def test_foreign_pictures_are_not_replaced(suffix: str, tmp_path: Path) -> None:
     picture = tmp_path / f"step.{suffix}"
     trace = str(ROOT / "tests" / "recordings" / "profiler_2.14" / "rank0_trace.json.gz")
     for _ in range(2):

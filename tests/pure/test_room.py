@@ -1,4 +1,4 @@
-"""benchmarks/workloads/room.py: how much the ranks of a GPU or of a host may take."""
+"""benchmarks/workloads/room.py: memory for the ranks that share a GPU or a host."""
 
 from contextlib import nullcontext
 
@@ -15,14 +15,14 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("uuids", "visible", "problem"),
     [
-        ("ABCD", 1, None),  # a GPU a rank, as srun --gpus-per-task=1 starts them
+        ("ABCD", 1, None),  # one GPU per rank, as with srun --gpus-per-task=1
         ("AABB", 2, "the buffers need 60,000,000,000 bytes of this device, 50,000,000,000 are"),
     ],
 )
-def test_a_gpu_has_room_for_those_ranks_that_share_it(
+def test_memory_of_ranks_that_share_a_gpu(
     uuids: str, visible: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30 GB a rank of 50 GB that are free. Another host may have a GPU of the same name."""
+    """Each rank needs 30 GB, and 50 GB are free. GPUs of different hosts may have the same UUID."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     ranks = [{"host": host, "uuid": uuid} for host in "ab" for uuid in uuids]
@@ -31,7 +31,7 @@ def test_a_gpu_has_room_for_those_ranks_that_share_it(
         check_room(30 * GB, job, {"ranks": ranks}, "-e")
 
 
-def test_a_host_has_room_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_ranks_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_on_host", lambda: 50 * GB)
     job = Job(1, 1, 8, 2, torch.device("cpu"), "gloo", torch.distributed.HashStore())
     check_room(25 * GB, job, {"ranks": []}, "-e")

@@ -1,4 +1,4 @@
-"""What a report keeps of many samples, and that its readers take it for the whole."""
+"""A report keeps part of many samples, and its readers get the same results as from all."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def reported(path: Path, aligned: bool) -> tuple[str, Case]:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_a_larger_case_keeps_what_its_readers_need(
+def test_a_large_case_keeps_the_samples_of_the_slowest_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
 ) -> None:
     whole, case = reported(tmp_path / "whole.jsonl", aligned)
@@ -56,7 +56,7 @@ def test_a_larger_case_keeps_what_its_readers_need(
         assert len(other.times_s) == ITERATIONS
 
 
-def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_computed_from_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "LIMIT", 600)
     slowest = SECONDS["step"].max(axis=0)
     results = []

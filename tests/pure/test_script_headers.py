@@ -1,4 +1,5 @@
-"""What `uv run analysis/compare.py` installs, its PEP 723 header, is what the script imports."""
+"""The PEP 723 header, which `uv run analysis/compare.py` installs, lists what the script
+imports."""
 
 import ast
 import re
@@ -10,17 +11,17 @@ import pytest
 
 from tests.process import ROOT
 
-COME_ALONG = {"markupsafe": "jinja2", "cycler": "matplotlib", "mpl_toolkits": "matplotlib"}
+BUNDLED_WITH = {"markupsafe": "jinja2", "cycler": "matplotlib", "mpl_toolkits": "matplotlib"}
 
 
 def imports_of(script: str) -> set[str]:
-    """The packages that a script and the project's modules behind it import."""
+    """The packages that a script imports, directly or through modules of the project."""
     packages, seen, modules = set[str](), set[Path](), [f"analysis.{script}"]
     while modules:
         module = modules.pop()
         path, first = ROOT / f"{module.replace('.', '/')}.py", module.split(".")[0]
         if not path.exists() and not (ROOT / first).is_dir():
-            packages.add(COME_ALONG.get(first, first))
+            packages.add(BUNDLED_WITH.get(first, first))
         if not path.exists() or path in seen:
             continue
         seen.add(path)
@@ -33,7 +34,7 @@ def imports_of(script: str) -> set[str]:
 
 
 @pytest.mark.parametrize("script", ["ab", "compare", "export", "report"])
-def test_the_header_lists_what_is_imported(script: str) -> None:
+def test_the_header_lists_the_imported_packages(script: str) -> None:
     text = (ROOT / "analysis" / f"{script}.py").read_text()
     block = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", text, re.M)
     assert block, f"{script} has no header"

@@ -21,7 +21,7 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def show_on(stdout: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-    """The exit status of a program that prints there, and its stderr."""
+    """The exit status and stderr of a program that prints to this stdout."""
     monkeypatch.setattr(sys, "argv", words)
     errors = io.StringIO()
     with redirect_stdout(stdout), redirect_stderr(errors):
@@ -31,9 +31,7 @@ def show_on(stdout: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> t
             return end.code, errors.getvalue()
 
 
-def test_an_stdout_that_is_gone_is_one_line(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_stdout_is_one_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         done = show_on(full, words, monkeypatch)
         assert done == (1, "export.py: error: stdout: No space left on device\n")
@@ -44,7 +42,7 @@ def test_an_stdout_that_is_gone_is_one_line(
         assert done == (1, "export.py: error: stdout: Broken pipe\n")
 
 
-def test_a_terminal_of_ascii(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ascii_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     content = io.BytesIO()
     terminal = io.TextIOWrapper(content, encoding="ascii")
     assert show_on(terminal, words, monkeypatch) == (0, "")
@@ -73,7 +71,7 @@ def test_ctrl_c_is_one_line(command: str, tmp_path: Path) -> None:
 
 
 def test_a_closed_stdout(words: list[str]) -> None:
-    """`>&-`: a file that is opened next must not take its number."""
+    """`>&-`: a file that is opened next must not get the descriptor of stdout."""
     command = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, *words]
     command[5] = str(ROOT / "analysis" / "export.py")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""tests/simulate_verdicts.py, few simulations, wide limits; docs/compare.md has its table."""
+"""A quick version of tests/simulate_verdicts.py, whose table is in docs/compare.md."""
 
 from typing import Any
 
@@ -17,18 +17,18 @@ LIMITS = {  # how many simulations, the least and the most
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_errors_are_as_rare_as_promised(name: str) -> None:
+def test_error_rates(name: str) -> None:
     count, least, most = LIMITS[name]
     assert least <= share(name, count) <= most
 
 
 @pytest.mark.parametrize("how", [by_ab, by_compare])
-def test_equal_programs_beside_another_one_are_not_called_different(how: Any) -> None:
+def test_equal_programs_under_load_are_not_called_different(how: Any) -> None:
     for condition in ("(b) a busy loop throughout", "(c) a busy loop every 10 s"):
         assert beside(how, condition, 0, 15)[0] <= 0.2
 
 
-def test_a_steady_load_hides_no_change_from_pairs_and_leaves_no_verdict_without() -> None:
+def test_steady_load_and_pairs() -> None:
     condition = "(d) 30 % of the cores"
     assert beside(by_ab, condition, 0.1, 6)[2] == 1
     assert beside(by_compare, condition, 0.1, 6)[1] == 1

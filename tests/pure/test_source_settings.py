@@ -1,4 +1,4 @@
-"""Settings that the five scripts have from the programs that they replace: docs/sources.md."""
+"""Settings of the five scripts that match the programs that they replace: docs/sources.md."""
 
 import inspect
 from argparse import Namespace
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the flags default to if torch sees CUDA."""
+    """Flags have the defaults of a machine with CUDA."""
     monkeypatch.setattr("common.cli.on_cuda", lambda device: device != "cpu")
 
 
@@ -49,7 +49,7 @@ def test_backends_of_parameter_server(flags: str, backend: str) -> None:
 
 
 def test_data_of_parameter_server() -> None:
-    """Of 10 rows 20 % are never looked up, by any trainer; classes are those of the last layer."""
+    """20 % of 10 rows are never looked up by any trainer. Classes are those of the last layer."""
     key = {"cuda_seed": 0, "num_embeddings": 10, "sparsity_percentage": 20, "batch_size": 50}
     key |= {"sample_length": 7, "sample_count": 200, "ranks": 2, "dense_size": 4}
     looked_up: set[int] = set()
@@ -66,8 +66,8 @@ def test_data_of_parameter_server() -> None:
         first[10 * seed + trainer] = drawn[0][0]
     assert len(looked_up) == 8
     assert max(looked_up) < 10
-    assert not torch.equal(first[30], first[31])  # each trainer draws its own
-    assert not torch.equal(first[30], first[40])  # and the seed decides
+    assert not torch.equal(first[30], first[31])  # each trainer has its own data
+    assert not torch.equal(first[30], first[40])  # which depends on the seed
     models = [
         parameter_server.create_model(4, 3, 1, 2, sparse=True, seed=seed) for seed in (0, 0, 1)
     ]
@@ -87,7 +87,7 @@ def test_batches_of_batch_update_ps() -> None:
     key = {"num_batches": 4, "batch_size": 20, "in_features": 100}
     batches = batch_update_ps.batches_of(key, 0)
     assert batches.shape == (4, 20, 100)
-    assert len({batch.sum().item() for batch in batches}) == 4  # they differ
+    assert len({batch.sum().item() for batch in batches}) == 4  # all batches differ
 
 
 def test_epochs_of_ddp_rpc() -> None:
@@ -101,7 +101,7 @@ def test_epochs_of_ddp_rpc() -> None:
 
 
 def test_cases_of_compile_sweep() -> None:
-    """`none` is the first rank alone; without flags all strategies, eager and inductor."""
+    """`none` is the first rank alone. The default is all strategies, eager and with inductor."""
     args = compile_sweep.parse_args(["--device", "cpu", "--dynamo_no_optimize_ddp"])
     job: Any = Namespace(world_size=2, device=CPU)
     ((title, cases),) = compile_sweep.plan(args, job, {}).items()
@@ -111,7 +111,7 @@ def test_cases_of_compile_sweep() -> None:
         **dict.fromkeys(("ddp eager", "ddp inductor", "fsdp2 eager", "fsdp2 inductor"), 2),
     }
     one_graph = [name for name, _, key in cases if key["dynamo_no_optimize_ddp"]]
-    assert one_graph == ["ddp inductor"]  # where it changes what the case does
+    assert one_graph == ["ddp inductor"]  # the only case that it affects
     args = compile_sweep.parse_args(["--toy-model", "--batch-size", "20", "--repeat", "10"])
     assert (args.models, args.batch_size, args.iters) == (["toy"], 20, 10)
 

@@ -1,4 +1,4 @@
-"""What a job's start took, worked out by hand."""
+"""benchmarks/workloads/start_up.py: times of a job's start-up."""
 
 from benchmarks.workloads import start_up
 
@@ -10,7 +10,7 @@ ROWS = [  # of ranks 0 and 2
 
 
 def test_the_slowest_rank_of_each_step_is_named() -> None:
-    """Of the rendezvous the least counts: all wait for the rank that comes last."""
+    """The shortest rendezvous counts, because all ranks wait for the last one."""
     by_rank = start_up.seconds_by_name(ROWS)
     assert by_rank["group_s"] == [0.01, 0.03]
     seconds = {"rendezvous_s": 0.2, "group_s": 0.03, "first_collective_s": 0.004}
@@ -24,5 +24,5 @@ def test_the_slowest_rank_of_each_step_is_named() -> None:
     assert two_nodes == one_node + last
 
 
-def test_a_case_that_took_groups_that_were_there_tells_nothing() -> None:
+def test_a_case_with_existing_groups_has_no_start_up() -> None:
     assert start_up.in_all(start_up.seconds_by_name([{}, {}])) == {}

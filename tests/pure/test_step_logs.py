@@ -1,4 +1,5 @@
-"""--step: times from logs of any program, the patterns of the page, and ab.py with them."""
+"""--step: times from the logs of any program, the patterns in docs/compare.md, and ab.py with
+logs."""
 
 import argparse
 import itertools
@@ -34,7 +35,7 @@ def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float
     ("text", "words", "unit", "expected"),
     [
         ("took 250 ms\ntook 1.5 ms\n", MS, "ms", [0.25, 0.0015]),
-        ("loss 2.0 took 6.20.\n", r"took ([\d.]+)", "s", [6.2]),  # the end of a sentence
+        ("loss 2.0 took 6.20.\n", r"took ([\d.]+)", "s", [6.2]),  # the period ends a sentence
         (
             "tps: 6,123  tflops: 1\ntps: 1,234,567\n",
             r"tps: ([\d,]+)",
@@ -44,7 +45,7 @@ def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float
         ("t=1.2e-05, t=3E+00\n", r"t=([\d.eE+-]+)", "s", [1.2e-5, 3.0]),
         ("t=12,345.6\n", r"t=([\d.,]+)", "ms", [12.3456]),
         ("\x1b[31mstep: 1  \x1b[34mtps: \x1b[1m2\x1b[39m\n", r"tps: ([\d,]+)", "1/s", [0.5]),
-        # a progress bar: each drawing begins with \r, and tqdm changes the unit at 1/s
+        # a progress bar: each update begins with \r, and tqdm changes the unit at 1/s
         (
             "\r 1/9 [00:01, ?it/s]\r 2/9 [00:02,  2.00it/s]\x1b[A\r 3/9 [00:05,  1.25s/it]\n",
             r"(?P<rate>[\d.]+)it/s|(?P<s>[\d.]+)s/it",
@@ -52,7 +53,7 @@ def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float
             [0.5, 1.25],
         ),
         ("a 5 ms\r\nb 6 ms\r\n", r"^\w (\d+) ms$", "ms", [0.005, 0.006]),
-        # not a part of a number: the pattern itself goes on behind it
+        # not part of a number: the pattern continues after the group
         ("1.5,125,7\n", r"^([\d.]+)", "s", [1.5]),
         ("125,300\n", r"^(\d+),", "s", [125.0]),
     ],
@@ -61,8 +62,8 @@ def test_numbers(text: str, words: str, unit: str, expected: list[float]) -> Non
     assert seconds(text, words, unit) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_first_matches_do_not_count() -> None:
-    """Nor does it matter what they are."""
+def test_the_first_matches_are_skipped() -> None:
+    """They need not be numbers."""
     text = "took nan ms\ntook 0 ms\ntook 3 ms\ntook 4 ms\n"
     assert seconds(text, r"took (\S+) ms", "ms", skip=2) == [0.003, 0.004]
 
@@ -96,7 +97,7 @@ def test_the_first_matches_do_not_count() -> None:
         ("took 1 ms\n", r"took( \d+\.)? 1 ms", 0, "one group of --step to match, got 0"),
     ],
 )
-def test_a_match_that_is_no_time_is_one_line(
+def test_an_invalid_match_is_refused_in_one_line(
     text: str, words: str, skip: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
@@ -110,8 +111,8 @@ def flags(*words: str) -> argparse.Namespace:
     return parser.parse_args(["--a", "x", "--out", "x", *words])
 
 
-def test_the_unit_is_never_a_guess() -> None:
-    """A rate that is taken for a time turns the verdict round."""
+def test_the_unit_is_never_guessed() -> None:
+    """A rate read as a time would invert the verdict."""
     steps = steps_of(flags("--step", r"per iteration \(ms\): ([\d.]+)"), {})
     assert steps
     assert (steps.unit, steps.skip, steps.measure) == ("ms", 0, "step")
@@ -135,10 +136,10 @@ def write_log(path: Path, times_ms: list[float], form: str = "step {} took {:.2f
     return str(path)
 
 
-def test_logs_are_runs(tmp_path: Path) -> None:
-    """Three a side, with medians of 100, 101, 102 and 120, 121.2, 122.4 ms behind two slow steps:
-    1.2 times. The logarithms of a side have variance 9.8e-5; t(4) = 2.776 times the error 0.0081
-    gives +-0.0225."""
+def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
+    """Three logs a side have medians of 100, 101, 102 and 120, 121.2, 122.4 ms after two slow
+    steps: a ratio of 1.2. The logarithms of a side have a variance of 9.8e-5. t(4) = 2.776 times
+    the error of 0.0081 is +-0.0225."""
     for side, factor in (("old", 1.0), ("new", 1.2)):
         for number, base in enumerate((100.0, 101.0, 102.0)):
             times = [900, 500, base - 1, base, base + 1]
@@ -152,7 +153,7 @@ def test_logs_are_runs(tmp_path: Path) -> None:
     row = r"^step +101 ms +121.2 ms +1.20x slower +1.17\d to 1.22\d +slower \[load not recorded\]$"
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert "--fail-on slower: failed (1 slower [load not recorded])" in done.stdout
-    # as rates, 1.2 times as many a second are faster
+    # as rates, 1.2 times as many per second are faster
     rates = run(*words[:4], "--step", MS, "--skip", "2", "--unit", "1/s")
     assert "compare log (1 / rate)" in rates.stdout
     assert "1.20x faster" in rates.stdout
@@ -161,7 +162,7 @@ def test_logs_are_runs(tmp_path: Path) -> None:
     assert "# 1 undecided\n" in one.stdout
 
 
-def test_a_copied_log_is_no_second_run(tmp_path: Path) -> None:
+def test_a_copied_log_does_not_count_twice(tmp_path: Path) -> None:
     base = [write_log(tmp_path / f"a{n}.log", [100.0 + n] * 3) for n in (1, 2)]
     test = [write_log(tmp_path / f"b{n}.log", [100.5] * 3) for n in (1, 2)]
     done = run("compare.py", *base, "--test", *test, "--step", MS, "--fail-on", "slower")
@@ -172,15 +173,17 @@ def test_a_copied_log_is_no_second_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "test", "verdict"),
     [
-        # 0.33 and 0.34 may be 0.3349 and 0.3351
+        # 0.33 and 0.34 may stand for 0.3349 and 0.3351
         ("0.33", "0.34", "undecided"),
         ("0.33", "0.33", "undecided"),
         ("0.33", "0.50", "faster"),
         ("0.330", "0.330", "same"),
     ],
 )
-def test_few_digits_are_no_evidence(tmp_path: Path, base: str, test: str, verdict: str) -> None:
-    """Equal numbers are not the same time within 2 % if the last digit is 3 % of them."""
+def test_rounded_numbers_widen_the_interval(
+    tmp_path: Path, base: str, test: str, verdict: str
+) -> None:
+    """Equal numbers do not prove equality within 2 % if a unit of the last digit is 3 %."""
     sides = {"a": base, "b": test}
     for side, number in itertools.product(sides, (1, 2, 3)):
         text = f"run {number} of {side}\n" + f"{sides[side]}it/s\n" * 5
@@ -188,14 +191,14 @@ def test_few_digits_are_no_evidence(tmp_path: Path, base: str, test: str, verdic
     words = [str(tmp_path / "a?.log"), "--test", str(tmp_path / "b?.log"), "--unit", "1/s"]
     done = run("compare.py", *words, "--step", r"([\d.]+)it/s")
     assert f"# 1 {verdict}" in done.stdout, done.stdout + done.stderr
-    if (base, test) == ("0.33", "0.33"):  # a unit of the last digit: 0.01 / 0.33
+    if (base, test) == ("0.33", "0.33"):  # a unit of the last digit is 0.01 / 0.33
         assert re.search("0.9699 to 1.031 +undecided", done.stdout)
         assert "so few digits that a number may be off by 1.5 %" in done.stdout
 
 
 # -- the patterns of the page ----------------------------------------------------------------------
 
-# lines of our own in the form of each program, and the seconds in them
+# sample lines in the format of each program, and the seconds in them
 MEGATRON = """
  [2026-11-02 09:00:41] iteration       10/    2000 | consumed samples:         2560 | elapsed time \
 per iteration (ms): 1147.6 | throughput per GPU (TFLOP/s/GPU): 401.2 | learning rate: 1.2E-05 |
@@ -248,7 +251,7 @@ PAGE = (ROOT / "docs" / "compare.md").read_text()
 ROWS = re.findall(r"^\| ([\w -]+) \| `(--step .+)` \|", PAGE.replace(r"\|", "|"), re.MULTILINE)
 
 
-def test_each_row_of_the_page_has_a_log_here() -> None:
+def test_each_pattern_of_the_page_has_a_sample_log() -> None:
     assert [name for name, _ in ROWS] == list(LOGS)
 
 
@@ -262,7 +265,7 @@ def test_the_patterns_of_the_page(name: str, words: str) -> None:
 
 # -- ab.py -----------------------------------------------------------------------------------------
 
-# no command here knows --json; a run that is told to fail has printed a step before
+# these commands do not accept --json; a run that fails has printed a step before
 COMMAND = """
 import os, sys
 base, mode = float(sys.argv[1]), sys.argv[2]
@@ -292,7 +295,7 @@ def words_of(out: Path, a: str, b: str, *more: str) -> list[str]:
 
 
 def test_ab_with_commands_that_write_no_report(out: Path) -> None:
-    """The first step does not count: medians of 102.1, 102.2 against 202.1, 202.2 ms."""
+    """The first step is skipped: the medians are 102.1 and 102.2 ms, and 202.1 and 202.2 ms."""
     done = run("ab.py", *words_of(out, "100 x", "200 x"))
     assert done.returncode == 0, done.stderr
     row = r"^step +102.1 ms +202.1 ms +1.98x slower .* slower \[disturbed runs allowed\]$"
@@ -348,7 +351,7 @@ def test_the_page_of_report_py_has_them(out: Path, tmp_path: Path) -> None:
     assert "last digit share" in page.read_text()
 
 
-def test_a_folder_of_logs_without_one(tmp_path: Path) -> None:
+def test_a_folder_without_logs(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.log", [1.0])
     (tmp_path / "empty").mkdir()
     done = run("compare.py", log, "--test", str(tmp_path / "empty"), "--step", MS)
@@ -356,6 +359,6 @@ def test_a_folder_of_logs_without_one(tmp_path: Path) -> None:
     assert f"there is no file *{', *'.join(step_logs.ENDINGS)} in " in done.stderr
 
 
-def test_codes_of_a_terminal_are_left_out() -> None:
+def test_escape_sequences_are_removed() -> None:
     for codes in ("\x1b[1;31m", "\x1b]0;title\x07", "\x1b]8;;x\x1b\\", "\x1b[2K", "\x1bM"):
         assert step_logs.CODES.sub("", f"a{codes}b") == "ab"

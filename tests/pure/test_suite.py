@@ -1,5 +1,5 @@
-"""launch/suite.sh with a torchrun that writes down what it was asked for; tests/launch has the
-real one, in a Slurm job."""
+"""launch/suite.sh with a stand-in for torchrun that logs its arguments. tests/launch runs the real
+one in a Slurm job."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ esac
 
 
 def start(folder: Path, *words: str, **variables: str) -> "subprocess.Popen[str]":
-    """suite.sh in a folder, with stand-ins in front of the real programs."""
+    """Start suite.sh in a folder, with stand-ins first on PATH."""
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in STAND_INS.items():
         (folder / "bin" / name).write_text(text)
@@ -47,7 +47,7 @@ def start(folder: Path, *words: str, **variables: str) -> "subprocess.Popen[str]
 
 
 def suite(folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
-    """Its exit status, stdout and stderr, without the checkout's path."""
+    """Exit status, stdout and stderr of suite.sh, without the path of the checkout."""
     process = start(folder, *words, **variables)
     out, err = process.communicate(timeout=60)
     for checkout in (f"{ROOT}/", f"{ROOT}/".replace(" ", "\\ ")):
@@ -56,7 +56,7 @@ def suite(folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
 
 
 def calls(folder: Path) -> list[str]:
-    """What torchrun and python3 were asked for, without the checkout's path."""
+    """The arguments of torchrun and python3, without the path of the checkout."""
     path = folder / "calls"
     return path.read_text().replace(f"{ROOT}/", "").splitlines() if path.exists() else []
 
@@ -76,14 +76,14 @@ def test_the_next_script_runs_after_a_failure(tmp_path: Path) -> None:
         f"analysis/report.py {out} -o {out}/report.html",
         f"analysis/compare.py before --test {out} --fail-on slower",
     ]
-    assert status == 3  # compare.py's 4 hides no failure
+    assert status == 3  # a 4 of compare.py does not hide a failure
     assert "# suite.sh: collectives: status 3," in said
     assert said.endswith("# suite.sh: compare.py with before: status 4\n# suite.sh: status 3\n")
     (tmp_path / "fails").unlink()
     assert suite(tmp_path, *words)[0] == 4
 
 
-def test_ctrl_c_ends_the_suite_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_suite_and_the_same_command_continues(tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     process = start(tmp_path, *TWO)
     end = time.monotonic() + 30
@@ -95,16 +95,18 @@ def test_ctrl_c_ends_the_suite_and_the_same_command_goes_on(tmp_path: Path) -> N
     assert said.splitlines()[-1] == (
         "suite.sh: interrupted; suite has the finished cases; repeat the same command to continue"
     )
-    assert calls(tmp_path)[2:] == ["SIGTERM"]  # once, and the third script has not begun
+    assert calls(tmp_path)[2:] == ["SIGTERM"]  # only once, and the third script was not started
     (tmp_path / "slow").unlink()
     (tmp_path / "calls").unlink()
     assert suite(tmp_path, *TWO)[0] == 0
     scripts = [call.split()[3] for call in calls(tmp_path)]
-    assert scripts == [f"benchmarks/{name}.py" for name in SCRIPTS]  # and no page: no report
+    assert scripts == [
+        f"benchmarks/{name}.py" for name in SCRIPTS
+    ]  # no page, because there is no report
 
 
 def test_dry_run(tmp_path: Path) -> None:
-    """Also where ranks come from: the flag, the GPUs, or a Slurm job."""
+    """The number of ranks comes from the flag, the GPUs or the Slurm job."""
     status, said, err = suite(tmp_path, "--dry-run", *TWO, "collectives -e 64")
     assert (status, err) == (0, "")
     assert said.splitlines() == [
@@ -149,7 +151,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: str, want: str) -> None:
     assert not (tmp_path / "suite").exists()
 
 
-def test_a_slurm_job_that_does_not_say_its_ranks(tmp_path: Path) -> None:
+def test_a_slurm_job_without_a_number_of_ranks(tmp_path: Path) -> None:
     status, _, said = suite(tmp_path, "node_check", SLURM_JOB_ID="7")
     assert (status, said.count("\n")) == (2, 1)
     assert "how many ranks a node? Give sbatch --gpus-per-node 8" in said

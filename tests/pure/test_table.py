@@ -1,4 +1,4 @@
-"""common/table.py: cells and rows, by hand."""
+"""common/table.py: cells, rows and widths."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def case(**metrics: Any) -> Case:
 
 
 def test_a_column_is_as_wide_as_its_header() -> None:
-    """By itself tabulate gives each header two blanks more."""
+    """By default tabulate adds two blanks to each header."""
     lines = layout(["case", "time"], [["a", "1"]]).splitlines()
     assert lines == ["case  time", "----  ----", "a        1"]
 
@@ -35,13 +35,13 @@ NUMBERS: dict[str, Any] = dict.fromkeys(COLUMNS, 1.0)
 def test_a_terminal_shows_as_many_columns_as_fit(
     room: int | None, count: int, below: list[str]
 ) -> None:
-    """`1.00` has 4 characters, with 2 between columns: 3 columns are 16, 4 are 22, 7 are 40."""
+    """`1.00` has 4 characters, with 2 between columns: 3 columns need 16, 4 need 22, 7 need 40."""
     lines = render(COLUMNS, [case(**NUMBERS)], room).splitlines()
     assert lines[0].split() == list(COLUMNS)[:count]
     assert lines[3:] == below
 
 
-def test_rows_that_were_left_out_are_in_the_line_below() -> None:
+def test_a_line_counts_omitted_rows() -> None:
     last = [
         render(COLUMNS, [case(**NUMBERS)], room, "2 trainers").splitlines()[-1]
         for room in (16, None)
@@ -51,7 +51,7 @@ def test_rows_that_were_left_out_are_in_the_line_below() -> None:
 
 
 def test_all_rows_are_aligned_with_the_header() -> None:
-    """Also where a later row has the longest name, in a pipe."""
+    """Also in a pipe, if a later row has the longest name."""
     names = ["no ddp", "1M/2G 25MB none"]
     columns: Any = {"": lambda case: case.name, "a": metric("a")}
     table = Table(columns)
@@ -66,7 +66,7 @@ def test_all_rows_are_aligned_with_the_header() -> None:
 
 
 def test_a_row_without_room_repeats_the_header_with_fewer_columns() -> None:
-    """Cells are expected to be 6 wide: four columns are 30. With a cell of 10 they are 34."""
+    """Cells are assumed to be 6 wide: four columns need 30. With a cell of 10 they need 34."""
     table = Table(COLUMNS)
     table.room = 30
     table.row(case(**NUMBERS))
@@ -90,7 +90,7 @@ def test_a_row_is_as_narrow_as_the_table() -> None:
 
 
 def test_an_interval_is_shown_by_its_ends() -> None:
-    """Its column is wide from the first row on."""
+    """Its column is wide enough from the first row on."""
     columns = {"time": metric("step_s"), "95% ci\n(ms)": ends("step_s", 1e3, 1)}
     table = Table(columns, ["0.00", "-10.0 to 100.0"])
     first = table.row(case(step_s=Estimate(1.0))).splitlines()[-1]
@@ -99,7 +99,7 @@ def test_an_interval_is_shown_by_its_ends() -> None:
     assert len(first) == len(second)
 
 
-def test_digits_follow_the_uncertainty() -> None:
+def test_digits_depend_on_the_uncertainty() -> None:
     assert digits_beside(Estimate(0.00103, 0.00101, 0.00105)) == 5
     assert digits_beside(Estimate(0.00103, 0.0005, 0.0015)) == 4
     assert digits_beside(Estimate(41.2, 30, 50)) == 0

@@ -1,4 +1,4 @@
-"""The stop rule by hand, and the timed loop in a world of one."""
+"""common/timing.py: the stop rule, and the timed loop with a single rank."""
 
 import gc
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ FULL = StopRule(warmup_iters=7, full_warmup=True)  # --warmup-iters 7
     ("round_s", "rule", "differences", "expected"),
     [
         (1e-3, RULE, True, 415),  # 5 s / 12 rounds / 1 ms - the lead-in of 1
-        (1e-6, RULE, True, 1000),  # at most
+        (1e-6, RULE, True, 1000),  # the maximum
         (0.1, StopRule(min_iters=60), True, 3),  # 4.17 - 1: --max-seconds comes before --min-iters
         (1e-3, StopRule(rounds=24), True, 207),
         (2.0, StopRule(iters=600, longest_block_s=6), True, 3),
@@ -44,39 +44,39 @@ ALIKE, LOWER = [1e-3, 3e-3, 2e-3, 4e-3], [0.6e-3] * 4
 @pytest.mark.parametrize(
     ("windows", "spent_s", "rule", "expected"),
     [
-        ([[0.01]], 0.01, RULE, 4),  # two steps: each has 0.625 s of 5 s
-        ([[0.7]], 0.7, RULE, 1),  # a second one, which may be faster
-        ([[1.3]], 1.3, RULE, 0),  # not if the first took over the whole quarter
+        ([[0.01]], 0.01, RULE, 4),  # each of two steps has 0.625 s of 5 s
+        ([[0.7]], 0.7, RULE, 1),  # a second iteration, which may be faster
+        ([[1.3]], 1.3, RULE, 0),  # not if the first took longer than the whole quarter
         ([[0.01], ALIKE], 0.02, RULE, 62),  # a quarter of 0.625 s / 2.5 ms
         ([[0.01], ALIKE, ALIKE], 0.03, RULE, 0),
-        ([[0.01], ALIKE, LOWER], 0.622, RULE, 5),  # what is left of it
-        ([[9.0]], 9, FULL, 6),  # as many as were asked for
-        ([[50.0]], 50, FULL, 1),  # the watchdog's longest block is 75 s
+        ([[0.01], ALIKE, LOWER], 0.622, RULE, 5),  # the rest of the quarter
+        ([[9.0]], 9, FULL, 6),  # as many as requested
+        ([[50.0]], 50, FULL, 1),  # the longest block that the watchdog allows is 75 s
     ],
 )
-def test_a_step_is_warm_when_windows_agree_or_its_time_is_over(
+def test_warm_up_ends_when_windows_agree_or_its_time_is_up(
     windows: list[list[float]], spent_s: float, rule: StopRule, expected: int
 ) -> None:
     assert timing.next_window(windows, spent_s, 2, rule) == expected
 
 
-SAME, SWING = [1.0] * 20, [1.0, 1.2] * 10  # an interval of 1.0 to 1.2
-DRIFT = [1.0] * 3 + [2.0] * 3  # its signs about the median stay alike: no interval of 6
+SAME, SWING = [1.0] * 20, [1.0, 1.2] * 10  # the interval is 1.0 to 1.2
+DRIFT = [1.0] * 3 + [2.0] * 3  # signs around the median are correlated: no interval from 6 samples
 
 
 @pytest.mark.parametrize(
     ("expected", "given"),  # samples of the slowest rank, rounds, seconds since the first, ...
     [
         ("target-ci", (SAME, 6, 0, RULE)),
-        ("", (SAME, 7, 0, RULE)),  # the interval is looked at after 6, 12, 18, ... rounds
+        ("", (SAME, 7, 0, RULE)),  # the interval is checked after 6, 12, 18, ... rounds
         ("", (SAME[:19], 6, 0, RULE)),  # --min-iters
         ("target-ci", (SWING, 6, 0, StopRule(target_ci=0.1))),  # 0.1 / 1.1
         ("", (SWING, 6, 4.9, StopRule(target_ci=0.09))),
         ("max-seconds", (SWING, 6, 5, RULE)),
-        ("max-seconds", (SAME[:6], 2, 5, RULE)),  # 6 samples are enough then
+        ("max-seconds", (SAME[:6], 2, 5, RULE)),  # then 6 samples are enough
         ("", (SAME[:5], 2, 5, RULE)),
-        ("", (SWING, 5, 9, RULE, True)),  # but a difference needs 6 rounds
-        ("", (DRIFT, 6, 6.2, RULE)),  # up to 1.25 times --max-seconds while an interval is missing
+        ("", (SWING, 5, 9, RULE, True)),  # a difference needs 6 rounds
+        ("", (DRIFT, 6, 6.2, RULE)),  # up to 1.25 times --max-seconds if an interval is missing
         ("max-seconds", (DRIFT, 6, 6.25, RULE)),
         ("max-seconds", (DRIFT, 6, 5, StopRule(patience=1))),
         ("target-ci", (SAME, 6, 0, RULE, True)),
@@ -91,7 +91,8 @@ def test_when_a_case_is_done(expected: str, given: Any) -> None:
 
 
 class Event:
-    """Stands for a CUDA event. A step of one launch takes 2 ms on the device, an empty one none."""
+    """Stands for a CUDA event. A step with one launch takes 2 ms on the device, an empty step
+    none."""
 
     launches = 0
 
@@ -112,12 +113,12 @@ def launch() -> None:
 @pytest.mark.parametrize(
     ("device", "step", "clock", "expected"),
     [
-        # two samples of 4 calls, which take 8 s and 4 s; the first reading begins the block
+        # two samples of 4 calls take 8 s and 4 s; the first reading starts the block
         (CPU, launch, [10, 10, 18, 22, 22], ([2.0, 1.0], 0)),
-        # on CUDA the host launches them in 1 s, and then waits for the device
+        # on CUDA the host launches them in 1 s and then waits for the device
         (CUDA, launch, [10, 11, 11.004], ([2e-3, 2e-3], 0.25)),
-        (CUDA, launch, [10, 11, 11.006], ([2e-3, 2e-3], 0)),  # which never waited for it
-        # half a microsecond, the resolution of events: a rate would be infinite otherwise
+        (CUDA, launch, [10, 11, 11.006], ([2e-3, 2e-3], 0)),  # the device never waited for the host
+        # at least half a microsecond, the resolution of events, so that rates are finite
         (CUDA, lambda: None, [10, 11, 11.006], ([1.25e-7, 1.25e-7], 0)),
     ],
 )
@@ -131,7 +132,7 @@ def test_a_block(
     assert timing.time_block(step, 2, device, calls=4) == expected
 
 
-def test_launch_share_is_of_the_rank_with_the_most() -> None:
+def test_launch_share_is_that_of_the_highest_rank() -> None:
     slow = RankTimes({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
     fast = RankTimes({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
     assert timing.launch_share([slow, fast]) == {"a": 0.9}
@@ -148,10 +149,11 @@ def group() -> Iterator[Group]:
     dist.destroy_process_group()
 
 
-def test_steps_alternate_and_turn_around_and_ranks_meet_before_each_block(
+def test_blocks_alternate_in_reversed_order_with_a_barrier_before_each(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This rank has no part in c: it waits meanwhile. The step returns how often it was called."""
+    """This rank takes no part in c and waits meanwhile. The step returns the number of its
+    calls."""
     order: list[str] = []
     monkeypatch.setattr(timing.dist, "barrier", lambda control: order.append("|"))
 
@@ -164,16 +166,17 @@ def test_steps_alternate_and_turn_around_and_ranks_meet_before_each_block(
     assert (times.stop, times.rounds) == ("iters", [2] * 6 + [1])
     assert list(times.samples_s) == ["step", "b"]
     assert len(times.samples_s["step"]) == len(times.samples_s["b"]) == 13
-    # a warm-up each; then a lead-in and two timed ones, forwards and then backwards
+    # one warm-up call each; then a lead-in and two timed calls, forwards and then backwards
     assert "".join(order).startswith("|a|b||aaa|bbb|||bbb|aaa|aaa")
-    assert times.returned[:4] == [3, 4, 6, 7]  # of the timed calls alone
+    assert times.returned[:4] == [3, 4, 6, 7]  # of timed calls only
 
 
 def test_windows_and_blocks_are_counted_in_samples(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sample of 10 calls of 10 ms takes 0.1 s: 3.05 s have room for 29 and the lead-in. Over gloo
-    the host waits for the device in each step, which looks like launching, and is left out."""
+    """A sample of 10 calls of 10 ms takes 0.1 s: 29 of them and the lead-in fit into 3.05 s. With
+    gloo the host waits for the device in each step, which would look like launching and is not
+    counted."""
     block = Mock(side_effect=lambda step, iters, *_: ([0.01] * iters, 0.01 * iters))
     monkeypatch.setattr(timing, "time_block", block)
     rule = replace(FULL, rounds=1, max_seconds=3.05)
@@ -199,7 +202,7 @@ def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch)
     assert loop.slowest_s == [4.0, 3.0]
 
 
-def test_collection_of_garbage_is_off_within_blocks_and_on_after_an_error(group: Group) -> None:
+def test_garbage_collection_is_off_within_blocks_and_restored_after_an_error(group: Group) -> None:
     collects = iter([True] + [False] * 8)
 
     def step() -> None:

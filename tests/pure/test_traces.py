@@ -1,5 +1,4 @@
-"""--profile and analysis/trace.py: the files, and what a trace says of a step, by hand and by
-counting on a grid."""
+"""--profile and analysis/trace.py: files of traces, and the shares of a step."""
 
 import gzip
 import random
@@ -34,22 +33,22 @@ def event(cat: str, name: str, start: float, end: float, tid: int = 1, **args: A
 def launched(
     name: str, at: float, start: float, end: float, cat: str = "kernel", **args: Any
 ) -> Any:
-    """A kernel, and the call of the host that launched it."""
+    """A kernel and the host call that launched it."""
     call = event("cuda_runtime", "cudaLaunchKernel", at, at + 1, correlation=at)
     return [call, event(cat, name, start, end, correlation=at, **args)]
 
 
 def test_a_trace_of_nccl(tmp_path: Path) -> None:
-    """A step of 100 us on the GPU: computing for 60, NCCL for 50, 20 of them at once. The host
-    launches all of it in the first 30 us."""
+    """A step takes 100 us on the GPU: 60 us of computing and 50 us of NCCL, which overlap for 20
+    us. The host launches everything in the first 30 us."""
     events = [
         event("user_annotation", "ProfilerStep#3", 0, 30),
         event("cpu_op", "aten::mm", 1, 500),
         *launched("sm90_xmma_gemm_f32", 2, 20, 70),
-        *launched("elementwise_kernel", 3, 60, 80, tid=8),  # beside the one before
+        *launched("elementwise_kernel", 3, 60, 80, tid=8),  # concurrent with the previous one
         *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 4, 60, 110, tid=20),
         *launched("Memcpy HtoD", 5, 105, 115, "gpu_memcpy"),
-        *launched("elementwise_kernel", 40, 200, 300),  # of no step
+        *launched("elementwise_kernel", 40, 200, 300),  # outside of the step
         *launched("elementwise_kernel", 29, 119.999, 120),
         {"ph": "M", "name": "process_name"},
     ]
@@ -59,7 +58,7 @@ def test_a_trace_of_nccl(tmp_path: Path) -> None:
 
 
 def test_steps_of_the_profiler_follow_each_other(tmp_path: Path) -> None:
-    """The GPU is idle from 40 to 100 us, before the second step's first kernel."""
+    """The GPU is idle from 40 to 100 us, before the first kernel of the second step."""
     events = [
         event("user_annotation", "ProfilerStep#1", 0, 50),
         event("user_annotation", "ProfilerStep#2", 50, 90),
@@ -74,7 +73,7 @@ def test_steps_of_the_profiler_follow_each_other(tmp_path: Path) -> None:
 
 
 def gloo_events() -> list[Any]:
-    """Two steps of 50 us. An operator that waits for a collective does not compute meanwhile."""
+    """Two steps of 50 us. An operator that waits for a collective does not count as computing."""
     return [
         event("user_annotation", "step", 0, 50),
         event("user_annotation", "without dp", 50, 100),
@@ -84,7 +83,7 @@ def gloo_events() -> list[Any]:
         event("user_annotation", "gloo:barrier", 90, 100, tid=3),
         event("cpu_op", "aten::addmm", 0, 20),
         event("cpu_op", "aten::copy_", 5, 6),
-        event("cpu_op", "aten::sort", 32, 34, tid=2),  # within gloo's operation
+        event("cpu_op", "aten::sort", 32, 34, tid=2),  # within an operation of gloo
         event("cpu_op", "aten::mm", 100, 150),
         event("cpu_op", "_c10d_functional::wait_tensor", 110, 150),
     ]
@@ -104,8 +103,8 @@ def test_the_whole_trace_without_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_against_a_count_on_a_grid(seed: int) -> None:
-    """Spans with whole numbers: what runs in each microsecond is counted one by one."""
+def test_shares_equal_a_count_on_a_grid(seed: int) -> None:
+    """For spans with integer ends, the result equals a count for each microsecond."""
     draw = random.Random(seed)
     kinds: list[list[trace.Span]] = []
     for _ in range(3):
@@ -133,7 +132,7 @@ GROUP_COLUMNS = ["calls/step", "ms", "exposed (ms)", "waits (ms)", "late (ms)"]
 
 
 def nccl_rank(waits: float, group: str = "[0, 1]") -> list[Any]:
-    """Two all-reduces that end at 100 and 200 us, and a send that tells nothing."""
+    """Two all-reduces that end at 100 and 200 us, and a send, which is not matched."""
     words = {"Collective_name": "allreduce", "Process_Group_Name": "7"}
     words |= {"Process_Group_Description": "dp", "Process_Group_Ranks": group}
     send = words | {"Collective_name": "send"}
@@ -147,7 +146,7 @@ def nccl_rank(waits: float, group: str = "[0, 1]") -> list[Any]:
 
 
 def test_which_rank_the_others_wait_for(tmp_path: Path) -> None:
-    """Rank 1 comes 20 us later. The clocks differ by a second, which does not matter."""
+    """Rank 1 arrives 20 us later. A difference of 1 s between the clocks does not matter."""
     late = [one | {"ts": one["ts"] + 1e6} for one in nccl_rank(0)]
     paths = [save(tmp_path / "a_rank1.json", late), save(tmp_path / "a_rank0.json", nccl_rank(20))]
     rows = table(*paths)
@@ -165,10 +164,10 @@ def test_which_rank_the_others_wait_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "late"), [([0, 1], "0.0005"), ([0, 2], "-")])
-def test_gloo_does_not_name_groups(tmp_path: Path, ranks: list[int], late: str) -> None:
-    """Two ranks of one group are compared; where a rank may be in another group, they are not.
+def test_groups_of_gloo_have_no_name(tmp_path: Path, ranks: list[int], late: str) -> None:
+    """Two ranks of the same group are compared, but not if one may be in another group.
 
-    In two steps, each rank is 1 us later in one call of the first."""
+    In the first of two steps, each rank is 1 us late in one call."""
     about = {"pg_config": [{"pg_name": "0", "ranks": ranks}, {"pg_name": "1", "ranks": [0]}]}
     paths = []
     for rank in (0, 1):
@@ -195,7 +194,7 @@ def test_gloo_does_not_name_groups(tmp_path: Path, ranks: list[int], late: str) 
         ),
     ],
 )
-def test_what_is_no_trace(content: bytes, words: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
     done = run("trace.py", str(path))
@@ -241,7 +240,7 @@ def test_a_trace_is_written_and_read(tmp_path: Path) -> None:
 def test_a_full_disk_loses_the_trace(
     full: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kineto writes to the folder of temporary files first, and does not say if that is full."""
+    """Kineto writes to the temporary folder first, and reports no error if that is full."""
     half = gzip.compress(b'{"traceEvents": [')
     profiler: Any = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_bytes(half))
     file = tmp_path / "rank0.json.gz"
@@ -261,15 +260,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         check(tmp_path / "x", {0, 4}, 4)
 
 
-# -- one call that decides the shares --------------------------------------------------------------
+# -- one call that dominates the shares ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first_is_long", [True, False])
-def test_one_call_has_nearly_all_of_the_communication(tmp_path: Path, first_is_long: bool) -> None:
-    """Four steps of 1 ms computing and 0.5 ms of an all-reduce. The first call takes 99 ms more,
-    of 101 ms in all: 98.51 % (of 99.5 ms). Without its 99.5 ms, the steps have (1 + 0) + 3 * 1.5 ms
-    in all, 1.375 in the mean, of which 3 * 0.5 / 4 are exposed: 27.3 %. If it is in a later step
-    it is no start-up, and shows in that step's row."""
+def test_a_first_call_that_dominates_is_named(tmp_path: Path, first_is_long: bool) -> None:
+    """Four steps of 1 ms of computing and 0.5 ms of all-reduce. The first call takes 99 ms longer:
+    99.5 of 101 ms are 98.51 %. Without these 99.5 ms the steps take (1 + 0) + 3 * 1.5 ms in all,
+    1.375 ms on average, of which 3 * 0.5 / 4 ms or 27.3 % are exposed. A long call in a later step
+    is not start-up, and is visible in the row of that step."""
     events, start = [], 0.0
     for number in range(4):
         long = 99_000 * (number == (0 if first_is_long else 2))
@@ -286,8 +285,8 @@ def test_one_call_has_nearly_all_of_the_communication(tmp_path: Path, first_is_l
     assert lines == ([f"{line}27.3% of a 1.375 ms step is exposed"] if first_is_long else [])
 
 
-def test_the_command_that_reads_the_traces_of_the_last_case() -> None:
-    """The shell expands its pattern, whatever else the folder's name has."""
+def test_the_command_for_the_traces_of_the_last_case() -> None:
+    """The shell expands only the pattern, whatever characters the folder has."""
     traces = {"0": {"lost": "full", "file": "a b/x-rank0.json.gz"}}
     assert commands_for(traces) == []
     traces["3"] = {"file": "a b/x-rank3.json.gz"}

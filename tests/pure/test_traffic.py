@@ -1,4 +1,4 @@
-"""traffic.py: closed forms of FSDP2, DDP, TP and pipelines, by hand; tensors without memory."""
+"""traffic.py: closed forms for FSDP2, DDP, TP and pipelines, and tensors without memory."""
 
 from collections import Counter
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_without_a_mesh_all_ranks_are_dp() -> None:
 
 
 def totals(step: traffic.Step) -> dict[str, int]:
-    """The bytes of each collective."""
+    """The bytes of each collective in a step."""
     sums = Counter[str]()
     for (_, collective, size), count in step.calls.items():
         sums[collective] += size * count
@@ -43,9 +43,9 @@ def totals(step: traffic.Step) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [8, 3, 1000])
-def test_fsdp_gathers_all_weights_twice_and_scatters_their_gradients_once(ranks: int) -> None:
-    """It cuts the rows of a weight into chunks of one length, and fills up the last ones: nothing
-    on 8 ranks, most of it on 1,000."""
+def test_fsdp_gathers_all_weights_twice_and_reduce_scatters_gradients_once(ranks: int) -> None:
+    """FSDP splits the rows of a weight into chunks of equal length and pads the last ones: nothing
+    is padding on 8 ranks, and most of it on 1,000."""
     padded = [-(-size[0] // ranks) * ranks * size.numel() // size[0] for size in SIZES]
     step = traffic.play(key_of(f"dp{ranks}", ranks))
     assert totals(step) == {"all_gather": 2 * 4 * sum(padded), "reduce_scatter": 4 * sum(padded)}
@@ -58,8 +58,8 @@ def test_fsdp_gathers_all_weights_twice_and_scatters_their_gradients_once(ranks:
         assert step.held_bytes == held | {"optimizer": WEIGHTS}
 
 
-def test_ddp_reduces_all_gradients_and_sends_the_buffers() -> None:
-    """The rotation is the only buffer: [64, 8] of float32. AdamW has two moments a weight."""
+def test_ddp_reduces_all_gradients_and_broadcasts_buffers() -> None:
+    """The only buffer is the rotation, [64, 8] of float32. AdamW has two moments per weight."""
     step = traffic.play(key_of("ddp4", 4))
     assert totals(step) == {"all_reduce": 4 * WEIGHTS, "broadcast": 4 * 64 * 8}
     held = step.held_bytes
@@ -67,15 +67,15 @@ def test_ddp_reduces_all_gradients_and_sends_the_buffers() -> None:
 
 
 def test_tensor_parallel_gathers_and_scatters_the_stream() -> None:
-    """A gather and a scatter before and after each attention and MLP, and as many backwards; also
-    after the embedding and before the head."""
+    """A gather before and a scatter after each attention and MLP, and as many in the backward pass;
+    also after the embedding and before the head."""
     sums = totals(traffic.play(key_of("tp4", 4, "--global-batch", "4")))
     stream = 4 * 64 * 64 * 4  # sequences, tokens, width, float32
     assert sums["all_gather"] == sums["reduce_scatter"] == (4 * LAYERS + 2) * stream
 
 
 def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
-    """One sequence a microbatch, of 64 tokens and width 64, to and from each of two neighbours."""
+    """One sequence of 64 tokens and width 64 per microbatch, to and from each of two neighbors."""
     flags = ("--rank", "1", "--microbatches", "4", "--global-batch", "4")
     step = traffic.play(key_of("pp4:1f1b", 4, *flags))
     size = 64 * 64 * 4
@@ -85,8 +85,8 @@ def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
 @pytest.mark.parametrize(
     "mesh", ["dp8", "dp2x4", "dp2tp4", "cp4dp2", "dp2ep4", "dp2pp4:1f1b", "ddp8"]
 )
-def test_the_counted_step_is_like_the_next_one(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To play fewer steps takes less time, and counts the same."""
+def test_the_counted_step_equals_the_next_one(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Playing only the first steps is faster and counts the same."""
     key = key_of(mesh, 8, "--rank", "7")
     first = traffic.play(key)
     before = traffic.steps_before(traffic.parse_mesh(mesh))
@@ -95,8 +95,8 @@ def test_the_counted_step_is_like_the_next_one(mesh: str, monkeypatch: pytest.Mo
 
 
 def test_the_metrics_by_hand() -> None:
-    """3 GiB of dp on 8 ranks, 1 of tp on 2, and of pp one half each way: 14/8 of the all-reduce are
-    sent, half of the all-gather, and of pp what is not received."""
+    """3 GiB of dp on 8 ranks, 1 GiB of tp on 2, and 0.5 GiB of pp in each direction. A rank sends
+    14/8 of the all-reduce, half of the all-gather, and the half of pp that it does not receive."""
     calls = Counter({("dp", "all_reduce", 2**30): 3, ("tp", "all_gather", 2**30): 1})
     calls |= {("pp", "send", 2**29): 1, ("pp", "recv", 2**29): 1}
     ranks = {"dp": list(range(8)), "tp": [0, 1], "pp": [0, 8]}
@@ -104,12 +104,12 @@ def test_the_metrics_by_hand() -> None:
     assert (metrics["all_bytes"], metrics["ring_bytes"]) == (5 * 2**30, 6.25 * 2**30)
     assert (metrics["dp_calls"], metrics["dp_all_reduce_bytes"]) == (3, 3 * 2**30)
     assert (metrics["pp_ranks"], metrics["pp_nodes"], metrics["across_nodes"]) == (2, 2, "pp")
-    # 4 sequences of 64 tokens; a block has 12 * 64^2 weights, attention is counted in full
+    # 4 sequences of 64 tokens; a block has 12 * 64^2 weights; attention is not halved for causality
     assert metrics["flops"] == 2 * 64 * (6 * (4 * 12 * 64**2 + 256 * 64) + 12 * 4 * 64 * 64)
 
 
 def test_the_answer() -> None:
-    """The rank that sends the most counts."""
+    """The rank that sends the most bytes counts."""
 
     def played(mesh: str, ring_gib: float) -> Case:
         metrics = {"ring_bytes": ring_gib * 2**30, "all_bytes": 2**31}
@@ -141,8 +141,8 @@ def test_the_table_the_report_and_the_analysis(
     assert rows["dp all gather bytes"] == ["-", "1.754M"]
 
 
-def test_with_shapes_only_floats_have_no_memory_and_whole_numbers_are_real() -> None:
-    """After it, also after an error, all is as before."""
+def test_with_shapes_only_floats_have_no_memory_and_integers_are_real() -> None:
+    """Afterwards, also after an error, everything is restored."""
     of_torch = _fsdp_param._chunk_with_empty
     with traffic.ShapesOnly(lambda *told: None):
         matrix = torch.ones(2**24, 2**20)  # 64 TiB
@@ -156,8 +156,8 @@ def test_with_shapes_only_floats_have_no_memory_and_whole_numbers_are_real() -> 
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])
-def test_a_weight_is_cut_as_torch_cuts_it(count: int) -> None:
-    """If rows are fewer than chunks, the last chunks are empty."""
+def test_a_weight_is_split_as_by_torch(count: int) -> None:
+    """If there are fewer rows than chunks, the last chunks are empty."""
     for rows in range(12):
         weight = torch.empty(3, rows)
         lengths = [chunk.shape[1] for chunk in traffic.chunks_alike(weight, count, 1)]
@@ -165,10 +165,10 @@ def test_a_weight_is_cut_as_torch_cuts_it(count: int) -> None:
         assert lengths == expected + [0] * (count - len(expected))
 
 
-# -- how long it takes -----------------------------------------------------------------------------
+# -- times -----------------------------------------------------------------------------------------
 
 Times = dict[tuple[str, Layout, str], dict[int, Estimate]]
-MEASURED = {  # seconds by size: 1 ms and 1 us a byte; the ends are a tenth apart
+MEASURED = {  # seconds by size: 1 ms plus 1 us per byte, +-10 %
     size: Estimate(1e-3 + size * 1e-6, 0.9 * (1e-3 + size * 1e-6), 1.1 * (1e-3 + size * 1e-6))
     for size in (1000, 3000, 9000)
 }
@@ -179,8 +179,9 @@ def played(calls: dict[traffic.Call, int], ranks: dict[str, list[int]]) -> traff
 
 
 def test_a_step_takes_as_long_as_its_calls() -> None:
-    """3 all-gathers of 2,000 bytes take 3 ms each, between 2 and 4 ms; on tp 2 all-reduces of 9,000
-    take 10 ms each. In a pipeline 4 sends and 3 receives of 1,000 bytes are 4 times 2 ms."""
+    """3 all-gathers of 2,000 bytes take 3 ms each, interpolated between 2 and 4 ms. On tp 2
+    all-reduces of 9,000 bytes take 10 ms each. In a pipeline 4 sends and 3 receives of 1,000 bytes
+    take 4 times 2 ms."""
     calls = {("dp", "all_gather", 2000): 3, ("tp", "all_reduce", 9000): 2}
     calls |= {("pp", "send", 1000): 4, ("pp", "recv", 1000): 3}
     step = played(calls, {"dp": [0, 2, 4, 6], "tp": [0, 1], "pp": [0, 8]})
@@ -206,7 +207,7 @@ def test_groups_of_one_rank_take_no_time() -> None:
 @pytest.mark.parametrize(
     ("ranks", "calls", "said"),
     [
-        # beyond the largest size, with two more calls that are not known
+        # beyond the largest size, and two more unknown calls
         (
             [0, 1, 2, 3],
             {("dp", "all_gather", 9001): 1, ("dp", "all_gather", 20): 2},
@@ -214,7 +215,7 @@ def test_groups_of_one_rank_take_no_time() -> None:
             "sizes, 1000 to 8.789K; measure it: torchrun --nproc-per-node 4 "
             "benchmarks/collectives.py --collective all_gather -d float32 -b 16 -e 16K ",
         ),
-        # the same number of ranks, but two a node
+        # the same number of ranks, but two per node
         (
             [0, 1, 8, 9],
             {("dp", "all_gather", 2000): 1},
@@ -222,7 +223,7 @@ def test_groups_of_one_rank_take_no_time() -> None:
             "2 hosts (2 each); measure it: torchrun --nnodes 2 --nproc-per-node 2 "
             "benchmarks/collectives.py --collective all_gather -d float32 -b 1K -e 2K ",
         ),
-        # one rank on each node: a rail, of which there are eight at once
+        # one rank on each node: one of eight rails
         (
             [0, 8],
             {("dp", "all_to_all", 2048): 1},
@@ -247,12 +248,12 @@ def test_nothing_is_extrapolated(
     command = found["dp_missing"].partition("measure it: ")[2]
     words = command.partition("benchmarks/collectives.py ")[2].split()
     args = collectives.parse_args([*words, "--device", "cpu"])
-    for _, _, size in calls:  # between two sizes of that command
+    for _, _, size in calls:  # the size is within those of that command
         sizes = collectives.scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
         assert sizes[0] <= size <= sizes[-1]
 
 
-def test_another_dtype_is_told() -> None:
+def test_another_dtype_is_mentioned() -> None:
     step = played({("dp", "all_gather", 2000): 1}, {"dp": [0, 1]})
     step.dtypes["dp", "all_gather", 2000] = "bfloat16"
     alone: Times = {("all_gather", (2,), "float32"): MEASURED}
@@ -295,7 +296,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     """15 calls of FSDP at 1 ms each are half of the 30 ms that were exposed. Their interval is 13.5
-    to 16.5, so that of the ratio is 20 / 16.5 to 40 / 13.5."""
+    to 16.5 ms, so the interval of the ratio is 20 / 16.5 to 40 / 13.5."""
     first = scan(tmp_path / "a.jsonl", "all_gather")
     words: tuple[str, ...] = ("--mesh", "dp2", "--measured", first)
     assert run(monkeypatch, *words) == 1
@@ -329,7 +330,7 @@ def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
     assert (
         "(-10.0 to 30.0) in parallel_sweep.py: maybe none, so no ratio\n" in capsys.readouterr().out
     )
-    # gloo and nccl are not one machine's times
+    # times of gloo and nccl cannot be mixed
     third = scan(tmp_path / "c.jsonl", "all_reduce", backend="nccl", device="cuda")
     with pytest.raises(SystemExit):
         run(monkeypatch, *words[:4], third)

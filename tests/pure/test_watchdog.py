@@ -1,4 +1,4 @@
-"""common/watchdog.py: what a roll call says of few ranks and of many; what it does to a process."""
+"""common/watchdog.py: the roll call of few and of many ranks, timers, signals and kills."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def state(rank: int, phase: int = 3, last: Any = ("g", 7)) -> dict[str, Any]:
     return {"where": f"rank {rank}", "order": [1, phase], "last": last}
 
 
-def test_a_rank_has_a_line_and_many_of_one_fate_are_counted() -> None:
+def test_ranks_have_lines_and_many_with_the_same_state_are_counted() -> None:
     """Rank 1 is silent, 2 is in an earlier phase, 3 in an earlier collective, 4 in no case."""
     states = [state(0), state(1, last=None), state(2, phase=2), state(3, last=("g", 6))]
     states += [state(4, phase=0), *(state(rank) for rank in range(5, 1024))]
@@ -41,7 +41,7 @@ def test_a_rank_has_a_line_and_many_of_one_fate_are_counted() -> None:
 
 
 class Written:
-    """A watchdog that keeps the names of what is set on it, in order."""
+    """A watchdog that records the order in which its attributes are set."""
 
     case = 1
 
@@ -50,26 +50,28 @@ class Written:
         self.__dict__[name] = value
 
 
-def test_the_group_of_a_case_is_let_go_before_the_number_changes() -> None:
-    """Else the watching thread could take it for a group of the next case, and abort it."""
+def test_the_group_of_a_case_is_released_before_the_number_changes() -> None:
+    """Otherwise the watching thread could abort it as a group of the next case."""
     written: Any = Written()
     Watchdog.begin(written, "a case", member=False)
     assert written.names.index("group") < written.names.index("case")
-    assert written.order == -1  # and 0 with its phase: nobody waits for a rank outside the case
+    assert (
+        written.order == -1
+    )  # and 0 with its phase: the others do not wait for a rank outside of the case
 
 
-def test_each_phase_winds_up_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends a process whose threads all wait for Python's lock, and so cannot look themselves."""
+def test_each_phase_starts_the_timer_of_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends a process in which all threads wait for the GIL, so that none of them can check."""
     monkeypatch.setattr(watchdog, "faulthandler", wind_up := Mock())
     of_rank_3: Any = Mock(timeout_s=100.0, order=0, case=1, label="a case", answers=0)
     of_rank_3.job.rank = 3
     Watchdog.phase(of_rank_3, "step, block 1")
-    # after torch's and our own time limits
+    # after the time limits of torch and of the watchdog
     wind_up.dump_traceback_later.assert_called_once_with(170.0, exit=True)
 
 
 def test_progress_of_other_ranks_restarts_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four looks into the store: the counter moves twice, so the timer is started twice."""
+    """In four polls of the store the counter changes twice, so the timer is started twice."""
     monkeypatch.setattr(watchdog, "faulthandler", timer := Mock())
     waiting: Any = Mock(timeout_s=100.0, answers=0)
     waiting.over.wait.side_effect = [False, False, False, False, True]
@@ -80,7 +82,7 @@ def test_progress_of_other_ranks_restarts_the_timer(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stopped_process_prints_its_stacks_and_is_killed() -> None:
-    """SIGUSR2 alone would wait until somebody lets it go on."""
+    """A stopped process handles SIGUSR2 only after SIGCONT."""
     code = "import faulthandler, signal, os; faulthandler.register(signal.SIGUSR2); "
     code += "os.kill(os.getpid(), signal.SIGSTOP); input()"
     command = [sys.executable, "-c", code]
@@ -110,8 +112,8 @@ input()
 def test_only_children_of_the_same_launcher_are_siblings(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """A child of the launcher, and one behind a wrapper. Not the launcher itself, not this
-    process, and nothing that a damaged or forged state may hold."""
+    """A child of the launcher and a child of a wrapper are siblings. The launcher, this process and
+    invalid PIDs of a forged state are not."""
     for name in ("RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     command, pipe = [sys.executable, "-c", WRAPPED], subprocess.PIPE
@@ -131,8 +133,8 @@ def test_only_children_of_the_same_launcher_are_siblings(
 def test_a_forged_state_kills_nothing_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first state names this process's parent, the second one a foreign file. The third one is
-    of another host."""
+    """The first state names the parent of this process, the second a foreign file, and the third
+    another host."""
     of_rank_1, foreign = tmp_path / "attempt_0" / "1" / "error.json", tmp_path / "foreign"
     of_rank_1.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
@@ -187,8 +189,8 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.ar
 
 
 def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None:
-    """nohup ignores SIGHUP. Then the rank kills the launcher, and both have ended when stdout and
-    stderr are closed."""
+    """SIGHUP is ignored, as under nohup. Then the rank kills the launcher. Both have ended when
+    stdout and stderr are closed."""
     command = [sys.executable, "-c", LAUNCHER, RANK]
     own = os.environ | {"TORCHELASTIC_RUN_ID": "a run"}
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=50)
@@ -210,16 +212,17 @@ time.sleep(60)
 """
 
 
-def test_of_two_signals_at_once_the_lower_one_is_named() -> None:
-    """Both are pending, as after a second Ctrl-C: the kernel runs the handler of SIGTERM first."""
+def test_the_lower_of_two_simultaneous_signals_is_named() -> None:
+    """Both are pending, as after a second Ctrl-C. The kernel runs the handler of SIGTERM first."""
     command = [sys.executable, "-c", SIGNALLED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.stderr == "SIGINT: ended after 0 cases\n"
     assert done.returncode == 128 + signal.SIGINT
 
 
-def test_a_node_that_is_cut_off_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At --timeout 30, polls of 0.5 s: 41 looks without an answer. One answer begins anew."""
+def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --timeout 30 and polls of 0.5 s, 41 polls without an answer end the run. An answer
+    restarts the count."""
     ended: list[Any] = []
 
     def end(*given: Any, **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Kineto traces for the tests of analysis/trace.py, written by hand."""
+"""Kineto traces for the tests of analysis/trace.py."""
 
 import json
 import re
@@ -15,7 +15,7 @@ Events = list[dict[str, Any]]
 def kernel(
     name: str, start: float, length: float, stream: int = 7, device: int = 0, **args: Any
 ) -> Events:
-    """A kernel, and the host's call 10 us before. Times in microseconds."""
+    """A kernel, and the host call 10 us earlier. Times are in microseconds."""
     number = round(start * 100) + stream
     span = {"ph": "X", "ts": start - 10, "dur": 1}
     own = {"device": device, "stream": stream, "correlation": number} | args
@@ -32,7 +32,7 @@ def kernel(
 def collective(
     name: str, start: float, length: float, nelems: int = 0, group: str = "dp", **args: Any
 ) -> Events:
-    """A kernel of NCCL of the ranks 0 and 1, with what torch says of it."""
+    """A kernel of NCCL on ranks 0 and 1, with the arguments that torch adds."""
     about: dict[str, Any] = {
         "Collective name": name,
         "In msg nelems": nelems,
@@ -58,7 +58,7 @@ def save(path: Path, events: Iterable[dict[str, Any]], **more: Any) -> str:
 
 
 def save_ranks(folder: Path, *ranks: Events, hosts: Iterable[str] = ()) -> list[str]:
-    """A file for each rank. hosts: of each."""
+    """Write a file for each rank and return the paths. hosts: the host name of each rank."""
     paths = []
     named = [{"host_name": host} for host in hosts] or [{}] * len(ranks)
     for rank, (events, host) in enumerate(zip(ranks, named, strict=True)):
@@ -68,7 +68,7 @@ def save_ranks(folder: Path, *ranks: Events, hosts: Iterable[str] = ()) -> list[
 
 
 def table(*words: str) -> list[list[str]]:
-    """What the command prints: the cells of each line, split where two blanks or more stand."""
+    """The output of trace.py: the cells of each line, split at two or more blanks."""
     done = run("trace.py", *words)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line and not line.startswith("--")]
@@ -76,18 +76,18 @@ def table(*words: str) -> list[list[str]]:
 
 
 def remarks(*words: str) -> list[str]:
-    """The lines below the tables."""
+    """The comment lines below the tables."""
     return [row[0] for row in table(*words) if row[0].startswith("#")]
 
 
 def mean(path: str) -> dict[str, str]:
-    """The mean step of a trace: its columns by name."""
+    """The columns of the mean step of a trace by name."""
     header, row, *_ = table(path)
     return dict(zip(header, row, strict=True))
 
 
 def refusal(*words: str) -> str:
-    """The one line in which the command refuses its files."""
+    """The line with which the command refuses its files."""
     done = run("trace.py", *words)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
