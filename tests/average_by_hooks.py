@@ -1,9 +1,9 @@
-"""Do DDP's hooks of ddp_sweep.py average the gradients of all ranks? Run by torchrun over gloo.
+"""Do the communication hooks of ddp_sweep.py average gradients over all ranks? Over gloo.
 
     torchrun --nproc-per-node 2 tests/average_by_hooks.py
 
-Each rank computes the reference by itself, from the batches of all ranks. Prints a line for each
-hook, and one for local compute: the error relative to the largest gradient.
+Each rank computes the reference from the batches of all ranks. Prints a line for each hook and one
+for local compute: the error relative to the largest gradient.
 """
 
 import sys
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import ddp_sweep
 
-ACCUMULATE = 3  # passes over the same batch: their mean is the gradient of one
+ACCUMULATE = 3  # passes over the same batch, whose mean is the gradient of one pass
 
 
 def make_model() -> nn.Module:
@@ -35,7 +35,7 @@ def batch_of(rank: int) -> ddp_sweep.Batch:
 
 
 def gradients_of(model: Any, rank: int, local: bool = False) -> torch.Tensor:
-    """All gradients of a step on the batch of a rank, as one row."""
+    """All gradients of a step on the batch of a rank, as one vector."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = ddp_sweep.training_step(model, batch_of(rank), optimizer, "fp32", ACCUMULATE, not local)
     for _ in range(ddp_sweep.SETTLING_STEPS):
@@ -52,7 +52,7 @@ def main() -> None:
     exact = [name for name in ddp_sweep.HOOKS if name != "powersgd"]
     for name in [*exact, "local"]:
         local = name == "local"
-        # buckets so small that there are several
+        # small enough for several buckets
         ddp = ddp_sweep.wrap(make_model(), world, 0.05, "none" if local else name)
         expected = alone[rank] if local else average
         error = (gradients_of(ddp, rank, local) - expected).abs().max() / expected.abs().max()

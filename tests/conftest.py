@@ -1,6 +1,6 @@
-"""Fixtures: run a script under torchrun and look at what a user sees. A file a script beside this.
+"""Fixtures that run a script under torchrun, as a user does. Each script has a test file.
 
-`python -m pytest` runs what needs no torchrun; each mark below is a target of `make`.
+`python -m pytest` runs the tests that need no torchrun. Each mark below is a target of `make`.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ MARKS = {
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell ignores it in background jobs, and bash cannot trap what it was told to ignore.
+        # A shell ignores it in background jobs, and bash cannot trap a signal that is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, meaning in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
@@ -41,14 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = " and ".join(f"not {name}" for name in MARKS)
     config.addinivalue_line("markers", "ci: a row of test_cudalab.py that .ci/run runs")
     if not re.search(r"(?<!not )\b(gpu|cudalab)\b", config.option.markexpr):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of the CPU are the same on every machine
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests on the CPU are the same on every machine
 
 
 @pytest.fixture(scope="session")
 def lab_folder() -> Path:
-    """tests/cudalab, built for this torch; built again only if its sources or torch change.
+    """tests/cudalab, built for this torch. It is built again only if its sources or torch change.
 
-    Skips the test if torch is not built for CUDA 13, or, except in CI, if there is no C++ compiler.
+    Skips the test if torch is not built for CUDA 13 or there is no C++ compiler; in CI both fail.
     """
     source = ROOT / "tests" / "cudalab"
     spec = importlib.util.find_spec("torch")
@@ -62,7 +62,7 @@ def lab_folder() -> Path:
     folder = source / ".build" / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of pytest-xdist need it at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers of pytest-xdist need it at the same time
         if (folder / "env.sh").exists():
             return folder
         if not shutil.which("g++"):
@@ -70,7 +70,7 @@ def lab_folder() -> Path:
         command = [str(source / "build.sh"), str(folder)]
         env = os.environ | {"PYTHON": sys.executable}
         built = subprocess.run(command, env=env, capture_output=True, text=True)
-    if built.returncode == 77:  # in CI a skip would hide that nothing was exercised
+    if built.returncode == 77:  # in CI a skip would hide that nothing was tested
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(built.stderr.strip())
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
@@ -78,7 +78,7 @@ def lab_folder() -> Path:
 
 @pytest.fixture
 def lab(lab_folder: Path, tmp_path: Path) -> dict[str, str]:
-    """The variables of a process that uses the stand-in: `bench(..., **lab)`."""
+    """The variables of a process that uses cudalab: `bench(..., **lab)`."""
     script = f"source {str(lab_folder / 'env.sh')!r} && env -0"
     names = ("CUDALAB", "CUDALAB_COVER", "PATH", "PYTHONPATH", "TRITON_LIBCUDA_PATH")
     text = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
@@ -89,8 +89,8 @@ def lab(lab_folder: Path, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def signals_are_heard_again() -> Iterator[None]:
-    """ab.py ignores them as it ends, which here is not the end of the process."""
+def signal_handlers_are_restored() -> Iterator[None]:
+    """ab.py ignores signals when it ends, but this process continues."""
     changed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in changed}
     yield
@@ -107,9 +107,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Process]]:
     """start("benchmarks/x.py", *flags, ranks=2, nodes=1, inject=None, **variables) -> Process.
 
-    columns: stdout is a terminal of this width.
-    torch is imported already (tests/warm.py); with `cold=True`, and in tests marked `gpu`, it is
-    torchrun as a user types it. One at a time: what was started before has ended, or is waited for.
+    columns: stdout is a terminal of this width. torch is already imported (tests/warm.py). With
+    `cold=True`, and in tests marked `gpu`, torchrun starts as for a user. Only one process runs at
+    a time: earlier ones have ended or are waited for.
     """
     started: list[Process] = []
 
@@ -137,17 +137,18 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
     for process in started:
         process.stop()
     if request.node.get_closest_marker("faults"):
-        return  # Python may warn of what a killed process has left
-    # a warning of Python or torch would stand between the rows of a table
+        return  # Python may warn about what a killed process leaves behind
+    # a warning of Python or torch would interrupt a table
     lines = [line for process in started for line in (process.out + process.err).splitlines()]
     assert [line for line in lines if "Warning" in line] == []
 
 
 @pytest.fixture
 def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
-    """bench("benchmarks/x.py", *flags, timeout=240, json=True, ...) -> Run, as `start` begins it.
+    """bench("benchmarks/x.py", *flags, timeout=240, json=True, ...) -> Run; other options as
+    `start`.
 
-    json: add --json to the flags. Each ratio that a script prints is checked: tests/quotients.py.
+    json: add --json to the flags. tests/quotients.py checks each ratio that a script prints.
     """
 
     def run(

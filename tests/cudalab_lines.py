@@ -1,9 +1,9 @@
-"""Which lines that only CUDA reaches did no row of tests/test_cudalab.py run? (`make cudalab`)
+"""Lines that only CUDA reaches and that no row of tests/test_cudalab.py has run (`make cudalab`).
 
-    python tests/cudalab_lines.py FILE      FILE: what CUDALAB_COVER has written
+    python tests/cudalab_lines.py FILE      FILE: the output of CUDALAB_COVER
 
-Each of them needs a reason in tests/cudalab_unreached.txt: file, text of the line and reason, with
-` | ` between them. The exit status is 1 if a line has none, or if a line of that file is gone.
+Each of them needs a reason in tests/cudalab_unreached.txt: file, text of the line and reason,
+separated by ` | `. The exit status is 1 if a reason is missing or refers to a line that is gone.
 """
 
 import ast
@@ -22,7 +22,7 @@ ABOUT_CUDA = re.compile(r"cuda|nccl|\bgpu|nvidia|pin_memory", re.IGNORECASE)
 
 
 def headers(tree: ast.AST, enclosing: tuple[ast.stmt, ...] = ()) -> Iterator[tuple[ast.stmt, ...]]:
-    """Each statement, behind those that enclose it within its function."""
+    """Each statement, preceded by the statements of its function that enclose it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield (node,)
@@ -35,14 +35,14 @@ def headers(tree: ast.AST, enclosing: tuple[ast.stmt, ...] = ()) -> Iterator[tup
 
 
 def text_of(node: ast.stmt, lines: list[str]) -> str:
-    """The statement; of a compound one what stands before its body."""
+    """The text of a statement, without the body of a compound one."""
     body = getattr(node, "body", None)
     end = body[0].lineno - 1 if body else node.end_lineno
     return "\n".join(lines[node.lineno - 1 : max(end or 0, node.lineno)])
 
 
 def about_cuda(path: Path) -> set[int]:
-    """The first lines of statements that mention CUDA, or are in an `if` or `with` that does."""
+    """First lines of statements that mention CUDA or are in an `if` or `with` that does."""
     source = path.read_text()
     found = set()
     for chain in headers(ast.parse(source)):
@@ -55,7 +55,7 @@ def about_cuda(path: Path) -> set[int]:
 def main(file: str) -> int:
     folders = (ROOT / "benchmarks", ROOT / "common", ROOT / "examples")
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    sources = [path for path in sources if path.name != "traffic.py"]  # which uses no device
+    sources = [path for path in sources if path.name != "traffic.py"]  # it uses no device
     missed = cudalab_cover.unreached(Path(file), sources)
     known: dict[tuple[str, str], str] = {}
     for line in REASONS.read_text().splitlines():

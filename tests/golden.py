@@ -1,11 +1,11 @@
-"""The same times give the same numbers: runs that were recorded, and played again without a clock.
+"""Recorded runs, replayed without measuring: the same times give the same numbers.
 
-    python -m pytest -m smoke tests/test_golden.py    # what the scripts make of it today: seconds
-    python tests/golden.py refresh [SCRIPT...]        # what they make of it today becomes right
+    python -m pytest -m smoke tests/test_golden.py    # replay all recordings: some seconds
+    python tests/golden.py refresh [SCRIPT...]        # store the current output as expected output
 
-A recording (tests/golden/SCRIPT.json) has what rank 0 received from all ranks of each case: times
-and facts. Playing it runs the whole script in one process, but no case: plan, derive, check, tables
-and answers get the recorded times.
+A recording (tests/golden/SCRIPT.json) has the times and facts that rank 0 received from all ranks
+of each case. Replaying it runs the whole script in one process except for the cases themselves:
+plan, derive, check, tables and answers use the recorded times.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ UNSTEADY = re.compile(
 
 
 def rebuilt(value: Any) -> Any:
-    """A value of a recording: classes by their names, dicts as pairs, arrays with their dtype."""
+    """Decode a value of a recording: classes by name, dicts as pairs, arrays with a dtype."""
     if not isinstance(value, dict):
         return value
     if "class" in value:
         module, name = value["class"]
         owner = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
         fields = {key: rebuilt(item) for key, item in value["fields"].items()}
-        fields.pop("trace", None)  # it is gone, and the class has another name
+        fields.pop("trace", None)  # the field no longer exists, and the class was renamed
         return getattr(owner, "RankTimes" if name == "Timing" else name)(**fields)
     if "items" in value:
         return {rebuilt(key): rebuilt(item) for key, item in value["items"]}
@@ -52,8 +52,8 @@ def rebuilt(value: Any) -> Any:
 
 
 def is_same(entry: dict[str, Any], case: Any) -> bool:
-    """Whether a recorded case is this one. Fields that only one of the keys has do not count; nor
-    does world_size, which is the job's, and was that of the case: 0 for `no ddp`."""
+    """Whether a recorded case is this case. Fields that only one key has are ignored, and so is
+    world_size: it is now that of the job, and was that of the case, 0 for `no ddp`."""
     key, before = case.key, entry["key"]
     shared = (before.keys() & key.keys()) - {"world_size"}
     if "ddp" in key and key["ddp"] == (before.get("world_size") == 0):
@@ -63,7 +63,7 @@ def is_same(entry: dict[str, Any], case: Any) -> bool:
 
 @contextlib.contextmanager
 def recorded(recording: dict[str, Any]) -> Iterator[None]:
-    """A job of as many ranks as the recording has, none of them but this one alive: nothing is
+    """A job with the number of ranks of the recording, of which only this one exists. Nothing is
     built, timed or sent."""
     from common import benchmark, environment, groups, rpc
     from common.observe import hints, node  # noqa: F401 - with the real gather
@@ -74,7 +74,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
 
     def join(device: str, backend: str, timeout_s: float, *contents: Any) -> Any:
         with patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
-            job = real_join(device, backend, timeout_s, *contents)  # which meets nobody
+            job = real_join(device, backend, timeout_s, *contents)  # without a rendezvous
         return dataclasses.replace(job, world_size=size, local_world_size=size)
 
     def write(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
@@ -85,7 +85,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         rows = [row and benchmark.RankResult(row[0], row[1], seen) for row in received]
         return real_write(self, case, derive, rows, lines)
 
-    measured_on = recording["environment"]  # recorded without what was added to it later
+    measured_on = recording["environment"]  # recorded before fields were added
     measured_on = {"gpu_counts": list(map(len, measured_on["gpus"]))} | measured_on
     launcher = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -106,7 +106,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
 
 
 def play(name: str, path: str) -> None:
-    """Run the script on its recording, with a report at `path`."""
+    """Run the script with its recording, and write a report to `path`."""
     recording = json.loads((FOLDER / f"{name}.json").read_text())
     flags = [flag.replace("ROOT", str(ROOT)) for flag in recording["flags"]]
     sys.argv = [str(ROOT / "benchmarks" / f"{name}.py"), *flags, "--json", path]
@@ -115,9 +115,9 @@ def play(name: str, path: str) -> None:
 
 
 def what_came_out(stdout: str, path: Path) -> dict[str, Any]:
-    """What a script showed, and the cases of its report, without what differs from run to run."""
+    """The output and the cases of the report, without what differs between runs."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    shown = stdout.partition("\n\n")[2].splitlines()  # without the preamble
+    shown = stdout.partition("\n\n")[2].splitlines()  # without the first lines
     cases = [line for line in lines if "key" in line]
     return {
         "shown": [line.rstrip() for line in shown if not UNSTEADY.search(line)],
@@ -127,7 +127,7 @@ def what_came_out(stdout: str, path: Path) -> dict[str, Any]:
 
 
 def refresh(name: str) -> None:
-    """Record what the script makes of the recorded times today."""
+    """Store the current output of the script as the expected output."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.jsonl"
         command = [sys.executable, __file__, "play", name, str(report)]

@@ -1,7 +1,8 @@
-"""Runs a script with faults in torch itself: inject.py FAULT[,FAULT...] SCRIPT FLAGS...
+"""Run a script with injected faults: inject.py FAULT[,FAULT...] SCRIPT FLAGS...
 
-A fault patches what torch offers, never the project. So the project's checks and its watchdog say
-what they would say of a faulty machine. Rank 1 has the fault, unless it says otherwise.
+A fault patches functions of torch or Python, never of the project. The project's checks and its
+watchdog therefore report what they would report on a faulty machine. Unless its docstring names
+another rank, a fault affects rank 1.
 """
 
 import copy
@@ -33,13 +34,13 @@ FAULTS: dict[str, Callable[[], None]] = {}
 
 
 def fault(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a fault. On the command line its name has hyphens."""
+    """Register a fault. Its name on the command line has hyphens."""
     FAULTS[function.__name__.replace("_", "-")] = function
     return function
 
 
 def patch(path: str, new: Callable[..., Any], rank: int | None = 1) -> None:
-    """Let `new(real, *arguments)` take the place of a function on a rank; None: on all ranks."""
+    """Replace a function by `new(real, *arguments)` on a rank; None: on all ranks."""
     place, _, name = path.rpartition(".")
     owner = pkgutil.resolve_name(place)
     real = getattr(owner, name)
@@ -60,7 +61,7 @@ def in_call(path: str, number: int | None, do: Callable[[], object], rank: int |
 
 
 def after(path: str, change: Callable[[Any], Any], rank: int | None = 1) -> None:
-    """Let `change(result)` take the place of what a function returns."""
+    """Replace the return value of a function by `change(result)`."""
     patch(path, lambda real, *args, **kwargs: change(real(*args, **kwargs)), rank)
 
 
@@ -71,7 +72,7 @@ def raising(error: type[Exception], text: str) -> Callable[[], None]:
     return fail
 
 
-planted_s = 0.0  # of this process: how long its planted delays were, for `planted-time`
+planted_s = 0.0  # seconds of injected delays in this process, for `planted-time`
 
 
 def wait(seconds: float) -> None:
@@ -85,14 +86,14 @@ def waiting(seconds: float) -> Callable[[], None]:
 
 
 def busy(seconds: float) -> None:
-    """Wait, and keep a core busy."""
+    """Wait in a busy loop."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
 
 
 def nudge(tensor: torch.Tensor) -> torch.Tensor:
-    """Let the next larger number take the place of the last value, if there is one."""
+    """Replace the last value, if any, by the next larger number."""
     last = tensor.data.view(-1)[-1:]
     last.copy_(torch.nextafter(last, last + 1))
     return tensor
@@ -102,8 +103,8 @@ def nudge(tensor: torch.Tensor) -> torch.Tensor:
 
 
 hang = waiting(600)
-stop = partial(signal.raise_signal, signal.SIGSTOP)  # as a debugger does
-die = partial(signal.raise_signal, signal.SIGKILL)  # as the kernel does when memory runs out
+stop = partial(signal.raise_signal, signal.SIGSTOP)  # like a debugger
+die = partial(signal.raise_signal, signal.SIGKILL)  # like the kernel when memory is exhausted
 full_memory = raising(torch.OutOfMemoryError, "out of memory")
 small_files = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 STEP = "torch.optim.SGD.step"
@@ -115,13 +116,13 @@ ADD = "torch.Tensor.add_"
 ANSWER = "torch.distributed.rpc.internal._run_function"
 WRITE = "torch.distributed.checkpoint.filesystem._write_item"
 DECODE = "torchvision.transforms.v2.functional.pil_to_tensor"
-# function, number of the call (None: each), what happens before it, rank (None: all)
+# function, number of the call (None: each), action before the call, rank (None: all)
 IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     # the twelfth step is in a timed block
     "step-raises": (STEP, 12, raising(RuntimeError, "no kernel for this step"), 1),
     "stops": (STEP, 12, stop, 1),
     "stops-in-all-reduce": ("torch.distributed.all_reduce", 60, stop, 1),  # in a timed block
-    "slow-rank": (STEP, None, waiting(0.15), 1),  # longer than what a busy machine delays
+    "slow-rank": (STEP, None, waiting(0.15), 1),  # longer than delays on a busy machine
     "slow-optimizer": (NEW_OPTIMIZER, 1, waiting(12), 1),
     # in the second model of a case
     "twin-raises": (NEW_OPTIMIZER, 2, raising(torch.OutOfMemoryError, "no memory for a twin"), 1),
@@ -129,39 +130,40 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     "stuck-in-build": (MODEL, 1, hang, 1),
     "graph-raises": (GRAPH, 4, raising(RuntimeError, "a graph is broken"), 1),
     "profiler-raises": (TRACED, None, raising(RuntimeError, "no profiler"), 1),
-    # the second line of the report, which waits for the disk
+    # while the second line of the report is written to disk
     "disk-hangs": ("os.fsync", 2, hang, 0),
     "slow-files": ("os.fsync", None, waiting(3.5), 0),
-    # where rank 2, a server, adds its 40th gradient to others
+    # when rank 2, a server, adds its 40th gradient
     "server-raises": (ADD, 40, full_memory, 2),
     "dies-as-rpc-starts": ("torch.distributed.all_gather_object", 1, die, 1),
     "callee-stops": (ANSWER, 150, stop, LAST),
     "slow-sends": ("torch.distributed.batch_isend_irecv", None, partial(busy, 0.002), 2),
-    # tensors of a checkpoint
+    # for each tensor of a checkpoint
     "slow-writer": (WRITE, None, partial(busy, 0.005), None),
     "disk-fills": (WRITE, 250, small_files, 1),
-    # images; a DataLoader's worker has the fault if it is forked: --start-method fork
+    # for each image; workers of a DataLoader have the fault if they are forked: --start-method fork
     "slow-decoder": (DECODE, None, waiting(0.005), None),
 }
 
 
 @fault
 def planted_time() -> None:
-    """The clock shows planted delays alone, and a microsecond for each look at it.
+    """The clock shows only injected delays, plus a microsecond each time it is read.
 
-    What a test compares is then the same on a busy machine. Steps take as long as the delays that
-    were planted in them on the same rank, not as long as they wait for other ranks.
+    Measured times then do not depend on the load of the machine. A step takes as long as the delays
+    injected into it on the same rank, without waiting times for other ranks.
     """
     looks = itertools.count()
     time.perf_counter = lambda: planted_s + next(looks) * 1e-6
 
 
-# -- machine: a rank that dies or does not come; a full disk, a closed stdout ----------------------
+# -- machine: a rank that dies or is missing, a full disk, a closed stdout -------------------------
 
 
 @fault
 def dies() -> None:
-    """Rank 1 is killed in a step. Started again by torchrun, it comes a second late, and lives."""
+    """Rank 1 is killed in a step. After a restart by torchrun it starts a second late and
+    continues."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         in_call(STEP, 12, die)
     elif RANK == 1:
@@ -170,9 +172,9 @@ def dies() -> None:
 
 @fault
 def waits() -> None:
-    """Rank 1 makes the file $MARKER in a step, and then waits for ever."""
+    """Rank 1 creates the file $MARKER in a step and then waits forever."""
     in_call(STEP, 12, hang)
-    in_call(STEP, 12, Path(os.environ["MARKER"]).touch)  # the outer patch: it comes first
+    in_call(STEP, 12, Path(os.environ["MARKER"]).touch)  # the outer patch, so it runs first
 
 
 @fault
@@ -184,7 +186,7 @@ def never_arrives() -> None:
 
 @fault
 def device_assert() -> None:
-    """Rank 0 uses an index out of range on its GPU. The GPU refuses everything after that."""
+    """Rank 0 uses an index out of range on its GPU, which then fails in every further call."""
 
     def out_of_range() -> None:
         row = torch.zeros(4, device="cuda")
@@ -195,7 +197,7 @@ def device_assert() -> None:
 
 @fault
 def cyclic_graphs() -> None:
-    """Each CUDA graph is in a reference cycle: only the garbage collector frees it."""
+    """Each CUDA graph is in a reference cycle, so that only the garbage collector frees it."""
 
     def begin(real: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
         graph.itself = graph
@@ -206,7 +208,7 @@ def cyclic_graphs() -> None:
 
 @fault
 def folder_missing() -> None:
-    """Rank 1 does not see the folder of its first case below $SAVES: it is not mounted there."""
+    """Rank 1 does not see the folder of its first case below $SAVES, as if it were not mounted."""
     looks = itertools.count(1)
 
     def is_dir(real: Any, path: Path) -> bool:
@@ -218,7 +220,7 @@ def folder_missing() -> None:
 
 @fault
 def compiler_fails() -> None:
-    """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
+    """The C++ compiler of rank 1 fails, as on a node without its headers."""
     from torch._inductor import config
 
     if RANK == 1:
@@ -227,7 +229,7 @@ def compiler_fails() -> None:
 
 @fault
 def reader_gone() -> None:
-    """The reader of rank 0's stdout has ended, as `| head` does."""
+    """The reader of rank 0's stdout has ended, like `| head`."""
     if RANK == 0:
         reading, writing = os.pipe()
         os.close(reading)
@@ -236,7 +238,7 @@ def reader_gone() -> None:
 
 @fault
 def streams_closed() -> None:
-    """The streams in $CLOSED are closed: 01 as by `<&- >&-`."""
+    """The streams in $CLOSED are closed, e.g. 01 as by `<&- >&-`."""
     for number in map(int, os.environ["CLOSED"]):
         os.close(number)
         setattr(sys, ("stdin", "stdout", "stderr")[number], None)
@@ -244,7 +246,7 @@ def streams_closed() -> None:
 
 @fault
 def full_disk() -> None:
-    """From its 25th step on the files of rank 0 cannot grow. `no ddp` is in the report by then."""
+    """From its 25th step on, files of rank 0 cannot grow. `no ddp` is already in the report."""
 
     def limit() -> None:
         size = os.path.getsize(sys.argv[sys.argv.index("--json") + 1])
@@ -255,7 +257,7 @@ def full_disk() -> None:
 
 @fault
 def report_removed() -> None:
-    """Another program removes the report of rank 0."""
+    """The report of rank 0 is removed."""
     in_call(STEP, 12, lambda: os.unlink(sys.argv[sys.argv.index("--json") + 1]), rank=0)
 
 
@@ -264,7 +266,7 @@ def report_removed() -> None:
 
 @fault
 def drifting_replica() -> None:
-    """Rank 1's optimizer also moves one weight to the next larger number."""
+    """The optimizer of rank 1 also changes one weight to the next larger number."""
 
     def step(real: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         real(optimizer, *args, **kwargs)
@@ -288,13 +290,13 @@ def unaveraged_gradients() -> None:
 
     patch("torch.nn.parallel.DistributedDataParallel.__init__", init, rank=None)
     patch("torch.distributed.reduce_scatter_tensor", keep_own_part, rank=None)
-    if hasattr(dist, "reduce_scatter_single"):  # newer than torch 2.11
+    if hasattr(dist, "reduce_scatter_single"):  # not in torch 2.11
         patch("torch.distributed.reduce_scatter_single", keep_own_part, rank=None)
 
 
 @fault
 def stops_averaging() -> None:
-    """After 12 buckets the hook of each rank returns the rank's own gradients."""
+    """After 12 buckets the hook of each rank returns only its own gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     def register(real: Any, model: Any, state: Any, hook: Any) -> None:
@@ -310,7 +312,7 @@ def stops_averaging() -> None:
 
 @fault
 def wrong_axis() -> None:
-    """FSDP's gradients are summed over the ranks of a shard's group, not averaged."""
+    """FSDP's gradients are summed over the ranks of a group instead of averaged."""
 
     def sum_up(sharded: Any) -> Any:
         sharded.set_gradient_divide_factor(1.0)
@@ -321,7 +323,7 @@ def wrong_axis() -> None:
 
 
 def axis_of(arguments: tuple[Any, ...]) -> str | None:
-    """The axis that a collective's group is for, e.g. `dp of dp1cp2`; None on the fake backend."""
+    """The mesh axis of a collective's group, e.g. `dp of dp1cp2`; None for the fake backend."""
     for group in arguments:
         if isinstance(group, tuple):  # a mesh and a dimension of it
             group = group[0].get_group(group[1])
@@ -332,18 +334,19 @@ def axis_of(arguments: tuple[Any, ...]) -> str | None:
 
 @fault
 def slow_axis() -> None:
-    """Each collective of the axis $SLOW, e.g. `dp of dp1cp2`, takes $DELAY seconds more.
+    """Each collective of the axis $SLOW, e.g. `dp of dp1cp2`, takes $DELAY seconds longer on all
+    ranks.
 
-    On all ranks. Rank 0 writes to $CALLS how many of them most of the steps with any had: around
-    the first steps the check gathers gradients.
+    Rank 0 writes to $CALLS the most common number of these collectives in a step. (During the first
+    steps the check gathers gradients as well.)
     """
     slow, delay_s = os.environ["SLOW"], float(os.environ["DELAY"])
     calls, steps_by_calls = 0, Counter[int]()
-    within = False  # functions of torch call each other: only the outermost one counts
+    within = False  # functions of torch call each other, and only the outermost call counts
 
     def count() -> None:
         nonlocal calls
-        if calls == 0:  # a step of a part that leaves the axis out
+        if calls == 0:  # a step of a part without this axis
             return
         steps_by_calls[calls] += 1
         calls = 0
@@ -376,9 +379,9 @@ def slow_axis() -> None:
 
 @fault
 def callee_errs() -> None:
-    """The last rank, a server, loses its tenth call of each function that returns nothing.
+    """The last rank, a server, skips its tenth call of each function that returns nothing.
 
-    Where a function returns a Future, the last value in it is one too large.
+    If a function returns a Future, the last value in it is one too large.
     """
     calls = Counter[Any]()
 
@@ -403,7 +406,7 @@ def callee_errs() -> None:
 
 @fault
 def trainer_falters() -> None:
-    """The 60th call by RPC of rank 1 comes 5 s late, the 110th raises."""
+    """The 60th RPC of rank 1 is 5 s late, and the 110th raises."""
     call = "torch.distributed.rpc.rpc_sync"
     in_call(call, 60, waiting(5))
     in_call(call, 110, raising(MemoryError, "no room for the gradients"))
@@ -411,7 +414,7 @@ def trainer_falters() -> None:
 
 @fault
 def wrong_answer() -> None:
-    """Rank 2, a server, answers one thousandth too much in RPC's async_execution."""
+    """Rank 2, a server, returns values 0.1 % too large from functions with async_execution."""
 
     def enlarged(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -420,7 +423,7 @@ def wrong_answer() -> None:
         return value * 1.001 if is_float else value
 
     def decorate(real: Any, function: Any) -> Any:
-        @wraps(function)  # RPC finds it by its name
+        @wraps(function)  # RPC looks it up by name
         def answer(*args: Any) -> Any:
             return function(*args).then(lambda done: enlarged(done.value()))
 
@@ -431,7 +434,7 @@ def wrong_answer() -> None:
 
 @fault
 def wrong_lookup() -> None:
-    """Rank 2, a server, looks up one millionth too much."""
+    """Lookups of rank 2, a server, are too large by a factor of 1e-6."""
     after("torch.nn.EmbeddingBag.forward", lambda rows: rows * (1 + 1e-6), rank=2)
 
 
@@ -446,24 +449,24 @@ def lost_gradient() -> None:
     after("torch.autograd.grad", lose, rank=2)
 
 
-# -- collectives: and messages between pairs -------------------------------------------------------
+# -- collectives, and messages between pairs of ranks ----------------------------------------------
 
 
-# functions of torch.distributed: the place of the output among their arguments
+# functions of torch.distributed, and the position of the output among their arguments
 OUTPUTS = {
     **{"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0},
-    **{"all_gather_single": 0, "reduce_scatter_single": 0},  # the names of torch 2.14 and newer
+    **{"all_gather_single": 0, "reduce_scatter_single": 0},  # names of torch 2.14 and newer
     **{"all_to_all_single": 0, "broadcast": 0, "reduce": 0, "gather": 1, "scatter": 0},
 }
 
 
 def under_test(tensor: Any) -> bool:
-    """The tests measure bfloat16, which the core's own messages never are."""
+    """Whether a tensor is measured: the tests use bfloat16, which common/ itself never sends."""
     return isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16
 
 
 def corrupt(name: str, place: int, wanted: Callable[[Any], bool]) -> None:
-    """Rank 1: the last value of each output that is `wanted` is off by one."""
+    """On rank 1 the last value of each output for which `wanted` holds is off by one."""
 
     def call(real: Any, *args: Any, **more: Any) -> Any:
         work, output = real(*args, **more), args[place]
@@ -489,7 +492,7 @@ def one_wrong_value() -> None:
         for work in real(ops):
             work.wait()
         for op in ops:
-            # p2p_matrix.py sends bytes; the 8 that it times as latency are left as they are
+            # p2p_matrix.py sends bytes; the 8 bytes for latency are not changed
             long = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
             if op.op is dist.irecv and long:
                 op.tensor[-1] += 1
@@ -506,7 +509,7 @@ def wrong_sum() -> None:
 
 @fault
 def left_out() -> None:
-    """Rank 1 brings zeros to each all_reduce of bfloat16."""
+    """Rank 1 contributes zeros to each all_reduce of bfloat16."""
 
     def all_reduce(real: Any, tensor: Any, *args: Any, **more: Any) -> Any:
         if under_test(tensor):
@@ -521,7 +524,7 @@ def left_out() -> None:
 
 @fault
 def dies_in_save() -> None:
-    """Rank 1 is killed when it writes its 250th tensor. $LEFT is a copy of the folder $SAVES."""
+    """Rank 1 is killed when it writes its 250th tensor, after $SAVES was copied to $LEFT."""
 
     def leave_a_copy() -> None:
         shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
@@ -532,7 +535,7 @@ def dies_in_save() -> None:
 
 @fault
 def wrong_load() -> None:
-    """The last value of each tensor that rank 1 loads by DCP is off by the smallest step."""
+    """The last value of each tensor that rank 1 loads by DCP is the next larger number."""
     narrow = "torch.distributed.checkpoint.filesystem.narrow_tensor_by_index"
     after(narrow, lambda part: nudge(part.clone()))
 
@@ -551,7 +554,7 @@ def worker_dies() -> None:
 
 @fault
 def same_part() -> None:
-    """Rank 1 takes the part of rank 0, as without a sampler that knows its rank."""
+    """Rank 1 reads the samples of rank 0, as without a distributed sampler."""
 
     def iterate(real: Any, sampler: Any) -> Any:
         sampler.rank = 0
@@ -560,12 +563,11 @@ def same_part() -> None:
     patch("torch.utils.data.DistributedSampler.__iter__", iterate)
 
 
-# -- node: a slow or wrong one, for node_check.py --------------------------------------------------
+# -- node: slow or wrong ranks for node_check.py ---------------------------------------------------
 
 
 def slow_down(factor: float) -> None:
-    """Rank 1 takes `factor` times as long for products, copies and additions. It keeps its core
-    busy."""
+    """Rank 1 takes `factor` times as long for products, copies and additions, in a busy loop."""
 
     def slowed(real: Any, *args: Any, **more: Any) -> Any:
         start = time.perf_counter()
@@ -584,7 +586,7 @@ def wrong_product() -> None:
 
 
 def others_take(part: float) -> None:
-    """Other programs take this part of each core, and the job takes nothing."""
+    """Other processes seem to use this share of each core, and the job none."""
 
     def of_cores(real: Any, percpu: bool = False) -> Any:
         idle = real()._replace(nice=0.0, system=0.0, steal=0.0, user=part * time.monotonic())
@@ -598,8 +600,8 @@ def others_take(part: float) -> None:
 
 
 FAULTS["half-speed"] = partial(slow_down, 2.0)
-FAULTS["fiftieth-speed"] = partial(slow_down, 50.0)  # no neighbour has such an effect
-FAULTS["quiet"] = partial(others_take, 0.0)  # whatever runs beside the test
+FAULTS["fiftieth-speed"] = partial(slow_down, 50.0)  # load does not have such an effect
+FAULTS["quiet"] = partial(others_take, 0.0)  # whatever else runs on the machine
 FAULTS["neighbours"] = partial(others_take, 0.8)
 
 

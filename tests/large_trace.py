@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How long does analysis/trace.py take for a large trace, and how much memory?
+"""How much time and memory does analysis/trace.py need for a large trace?
 
     python tests/large_trace.py --steps 2000 --kernels 20
     python tests/large_trace.py --steps 2000 --kernels 20 --operators 50    # 90 MB
 
-Writes a trace like that of a GPU (kernels, their launches, operators of the host), reads it with
-analysis/trace.py, and prints the seconds (wall clock and CPU) and the peak of resident memory.
-Twice as many steps should take twice as long.
+Writes a trace like that of a GPU (kernels, their launches, operators on the host), reads it with
+analysis/trace.py, and prints wall-clock and CPU seconds and the peak of resident memory. Twice as
+many steps should take twice as long.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DETAILS = {"External id": 1, "device": 0, "context": 1, "grid": [8, 1, 1], "bloc
 
 
 def events(steps: int, kernels: int, operators: int) -> Iterator[dict[str, Any]]:
-    """Of each step: operators, and kernels of which the last one is an all-reduce."""
+    """Operators and kernels of each step. The last kernel is an all-reduce."""
     about = {"Collective name": "allreduce", "In msg nelems": 2**20, "Out msg nelems": 2**20}
     about |= {"Group size": 2, "dtype": "Float", "Process Group Name": "0"}
     about |= {"Process Group Description": "default_pg", "Process Group Ranks": "[0, 1]"}

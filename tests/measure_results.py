@@ -1,12 +1,12 @@
-"""Measure anew what the pages quote: docs/results and the picture of README.md. It takes 25
-minutes, on a quiet machine, in a clean checkout.
+"""Measure the results that the pages quote again: docs/results and the picture in README.md. This
+takes 25 minutes and needs a quiet machine and a clean checkout.
 
     make results                                # as root, for the tutorial's two nodes
     python tests/measure_results.py ddp_sweep   # one script, or several
 
-The scripts' reports come from the commands below; the tutorial's come from the commands on its
-page. The old ones go last: reports name a version, which is that of a clean checkout until then.
-Then bring the outputs on the pages up to date: tests compare them with the reports.
+The reports of the scripts come from the commands below, and those of the tutorial from the commands
+on its page. Old reports are removed last, so that new ones record the version of a clean checkout.
+Afterwards, update the outputs on the pages: tests compare them with the reports.
 """
 
 import re
@@ -24,7 +24,7 @@ from analysis.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-RANKS = {  # scripts by their defaults
+RANKS = {  # number of ranks; the other settings are the defaults
     "batch_update_ps": 4,
     "checkpoint_sweep": 2,
     "compile_sweep": 2,
@@ -58,20 +58,20 @@ def script_command(name: str) -> str:
 
 
 def tutorial_commands() -> list[str]:
-    """Those of docs/tutorial.md that leave reports."""
+    """The commands of docs/tutorial.md that write reports."""
     text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "tutorial.md").read_text())
     lines = re.findall(r"^    (torchrun .*|python .*|sudo .*)$", text, re.MULTILINE)
     return [line.removeprefix("sudo ") for line in lines if "--json" in line or "ab.py" in line]
 
 
 def draw_picture(report: Path) -> None:
-    """samples/s over ranks, as report.py draws it, of the second model."""
+    """Draw samples/s over ranks of the second model, as report.py does."""
     figure = draw(load([str(report)]))[1]
     figure.savefig(ROOT / "docs" / "scaling.png", dpi=80, bbox_inches="tight")
 
 
 def measure(commands: list[str], to: Path) -> None:
-    """Runs them in the checkout, and moves the report of each, or its folder of reports."""
+    """Run the commands in the checkout, and move their reports or folders of reports to `to`."""
     to.mkdir(exist_ok=True)
     for command in commands:
         run(command)
@@ -81,7 +81,7 @@ def measure(commands: list[str], to: Path) -> None:
 
 
 def main() -> None:
-    """Everything, or the scripts that are named."""
+    """Measure all results, or only those of the named scripts."""
     names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder)
@@ -89,7 +89,7 @@ def main() -> None:
         if not names:
             measure(tutorial_commands(), new / "tutorial")
             shutil.rmtree(RESULTS)
-        kept = shutil.ignore_patterns("*.log", "*.txt")  # what ab.py leaves beside reports
+        kept = shutil.ignore_patterns("*.log", "*.txt")  # other files of ab.py
         shutil.copytree(new, RESULTS, ignore=kept, dirs_exist_ok=True)
     if not names or "ddp_sweep" in names:
         draw_picture(RESULTS / "ddp_sweep_cpu_2ranks.jsonl")

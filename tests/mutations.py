@@ -1,12 +1,12 @@
-"""Mistakes that somebody may make, and the tests that notice them.
+"""Plausible mistakes, and the tests that notice them.
 
-    python tests/mutations.py                # every mistake against its tests: about 30 minutes
-    python tests/mutations.py stop-rule      # those with this word in their name, file or tests
+    python tests/mutations.py                # all mistakes and their tests: about 20 minutes
+    python tests/mutations.py compare        # those with this word in name, file or tests
 
-tests/mutations.toml lists them. Each is planted in a copy of the checkout by replacing one text by
-another, and pytest gets `tests`: the quick tests of that part, and a smoke test where only a run
-can tell. A mistake that is not caught shows that a test is missing. Whoever moves the code moves
-the text, not the mistake: a text that does not stand in its file exactly once ends the run.
+tests/mutations.toml lists them. Each is planted in a copy of the checkout by replacing one text,
+and pytest runs `tests`: the quick tests of that part, and a smoke test if only a run can tell. A
+mistake that is not caught shows that a test is missing. The text has to occur in its file exactly
+once; otherwise the run ends. When code changes, update the text and keep the mistake.
 """
 
 import shlex
@@ -22,7 +22,7 @@ MISTAKES = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())["mista
 
 
 def plant(mistake: dict[str, str], checkout: Path) -> None:
-    """Raises ValueError where the text to be replaced does not stand in the file exactly once."""
+    """Replace the text. Raises ValueError unless it occurs in the file exactly once."""
     path = checkout / mistake["file"]
     text = path.read_text()
     count = text.count(mistake["right"])
@@ -32,7 +32,7 @@ def plant(mistake: dict[str, str], checkout: Path) -> None:
 
 
 def caught_by(mistake: dict[str, str]) -> list[str]:
-    """The first tests that fail with the mistake; none if all pass."""
+    """The first tests that fail with the mistake; empty if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "checkout"
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", "*cache*"))

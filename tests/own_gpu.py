@@ -1,4 +1,4 @@
-"""Runs a script with one visible GPU for each rank, as Slurm's --gpus-per-task does.
+"""Run a script with one visible GPU for each rank, like Slurm's --gpus-per-task.
 
 torchrun --nproc-per-node 2 tests/own_gpu.py SCRIPT FLAGS...
 """

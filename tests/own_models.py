@@ -1,5 +1,6 @@
-"""Models for `--model tests.own_models:NAME`, as users of two libraries have them: of transformers
-(the output is an object, the head has the embedding's weight) and torchtitan (a dict of layers)."""
+"""Models for `--model tests.own_models:NAME`, with features of two libraries: transformers (the
+output is an object, the head shares the weight of the embedding) and torchtitan (a dict of
+layers)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -46,14 +47,14 @@ def gpt(device: torch.device) -> Any:
 
 
 def idle(device: torch.device) -> Any:
-    """Its last layer has no part in the loss."""
+    """The last layer does not contribute to the loss."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.forward = model[0].forward  # type: ignore[method-assign]
     return model.to(device), (torch.rand(3, 4, device=device),), torch.sum
 
 
 def noisy(device: torch.device) -> Any:
-    """Draws random numbers."""
+    """The model draws random numbers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     return model.to(device), (torch.rand(3, 4, device=device),), torch.mean
 
@@ -67,7 +68,7 @@ def model_alone(device: torch.device) -> Any:
 
 
 def too_large(device: torch.device) -> Any:
-    """16 TiB: no GPU has room for it."""
+    """16 TiB, too large for any GPU."""
     return nn.Linear(2**21, 2**21, device=device), (torch.ones(2, 4),), torch.sum
 
 
@@ -90,7 +91,7 @@ def batch_of_transformers(device: torch.device, batch: int = 2, long: bool = Fal
 
 
 def everything(device: torch.device) -> Any:
-    """A dict with an optimizer and FSDP's units."""
+    """A dict with an optimizer and FSDP units."""
     inner = nn.Linear(4, 1, bias=False)
     outer = nn.Sequential(inner)
     return {

@@ -1,16 +1,15 @@
-"""Does the harness change what it measures? Each step by the harness / by a bare loop, in turns.
+"""Does the harness change what it measures? Compares each step in the harness and in a bare loop.
 
     torchrun --nproc-per-node 2 tests/perturbation.py                              10 minutes
     torchrun --nproc-per-node 4 tests/perturbation.py --kinds all_reduce,train     some of it
     torchrun --nproc-per-node 2 tests/perturbation.py --kinds first                some seconds
     torchrun --nproc-per-node 4 tests/perturbation.py --kinds sources              10 minutes
 
-A pair is a case of the harness (common.timing.TimedLoop) and a bare loop of as many calls, every
-other pair in reverse order. Both give a median and a mean of the calls of rank 0. A ratio is the
-median over the pairs, with its 95 % interval: 1 is a harness that costs nothing.
-`first` is another question: a training step as the first case of a process / the same as its last
-case. Start it several times. It is run by hand, on a machine where nothing else runs;
-docs/measuring.md has the results.
+A pair is a case of the harness (common.timing.TimedLoop) and a bare loop with as many calls; every
+other pair runs in reverse order. Each has a median and a mean of the calls on rank 0. Printed are
+ratios harness / bare loop: the median over the pairs with its 95 % interval. 1 means no overhead.
+`first` compares a training step as the first and as the last case of a process; start it several
+times. Run this by hand on a machine where nothing else runs. docs/measuring.md has the results.
 """
 
 import argparse
@@ -53,7 +52,7 @@ from common.timing import Step, StopRule, TimedLoop, Workload
 from tests import plain_loops
 
 ROUNDS = 6
-FIRST = "first"  # against the last case
+FIRST = "first"  # compared with the last case
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": median, "mean": fmean}
 
 
@@ -64,7 +63,7 @@ def all_reduce(size: int, job: Job, group: Group) -> Step:
 
 
 def send_and_receive(size: int, job: Job, group: Group) -> Step:
-    """To the next rank, and from the one before. size: bytes."""
+    """Send to the next rank and receive from the previous one. size: bytes."""
     ranks = dist.get_world_size(group.test)
     sent, received = torch.ones(2, size, dtype=torch.uint8, device=job.device)
     operations = [
@@ -80,7 +79,7 @@ def send_and_receive(size: int, job: Job, group: Group) -> Step:
 
 
 class Server:
-    """Parameters, and the lock that its updates take in turn."""
+    """Parameters, and the lock for updates."""
 
     parameters = torch.zeros(0)
     lock = threading.Lock()
@@ -100,7 +99,8 @@ def update(gradient: torch.Tensor) -> Future[Any]:
 
 
 def rpc_call(function: Callable[..., Any], size: int, job: Job, group: Group) -> Step:
-    """The first rank calls the last one with a payload, and gets as much back. size: bytes."""
+    """The first rank calls the last one with a payload and gets one of the same size. size:
+    bytes."""
     payload = torch.ones(size // 4)
     Server.parameters = payload.clone()
     call = partial(rpc.rpc_sync, job.world_size - 1, function, (payload,))
@@ -108,7 +108,7 @@ def rpc_call(function: Callable[..., Any], size: int, job: Job, group: Group) ->
 
 
 def train(layers: int, job: Job, group: Group) -> Step:
-    """A step under DistributedDataParallel of so many linear layers."""
+    """A training step under DistributedDataParallel. layers: number of linear layers."""
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(layers)])
     return train_step(model, torch.randn(32, 128), job, group)
 
@@ -126,7 +126,7 @@ def train_step(model: nn.Module, inputs: torch.Tensor, job: Job, group: Group) -
     return step
 
 
-# kind -> what makes its step, and the sizes: of a short, a middle and a long step
+# kind -> function that makes a step, and sizes of short to long steps
 KINDS: dict[str, tuple[Callable[[int, Job, Group], Step], tuple[int, ...]]] = {
     "all_reduce": (all_reduce, (64, 2**16, 2**24)),
     "send": (send_and_receive, (64, 2**16, 2**24)),
@@ -140,7 +140,7 @@ KINDS: dict[str, tuple[Callable[[int, Job, Group], Step], tuple[int, ...]]] = {
 
 Pair = tuple[
     Callable[[], Step], Callable[[], Step]
-]  # what makes the script's step and the plain one
+]  # functions that make the step of the script and the plain step
 
 
 def key_of(cases: Any, job: Job, group: Group) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def pair_of_ddp_sweep(job: Job, group: Group, roles: Roles) -> Pair:
 
 
 def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
-    """Forward and backward: the source has no optimizer."""
+    """Forward and backward only, because the source program has no optimizer."""
     flags = "--device cpu --model toy-small --batch-size 20 --ddp --dynamo eager"
     args = compile_sweep.parse_args(flags.split())
     (cases,) = compile_sweep.plan(args, job, {}).values()
@@ -221,7 +221,7 @@ SOURCES: dict[str, Callable[[Job, Group, Roles], Pair]] = {
 
 @contextmanager
 def recorded_losses() -> Iterator[list[float]]:
-    """The losses that are computed meanwhile, by either of the two functions for them."""
+    """Record all losses that are computed within the context."""
     losses: list[float] = []
 
     def recording(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -241,7 +241,8 @@ def recorded_losses() -> Iterator[list[float]]:
 
 
 def print_losses(name: str, pair: Pair, steps: int, job: Job, group: Group) -> None:
-    """A line of JSON from each trainer: the losses of setting up and of so many steps."""
+    """Print a line of JSON from each trainer: the losses during set-up and the given number of
+    steps."""
     found: dict[str, Any] = {"source": name, "rank": job.rank}
     for way, make in zip(("script", "plain"), pair, strict=True):
         with recorded_losses() as losses:
@@ -250,20 +251,20 @@ def print_losses(name: str, pair: Pair, steps: int, job: Job, group: Group) -> N
                 step()
         found[way] = losses
         dist.barrier(group.control)
-    sys.stdout.write(json.dumps(found) + "\n")  # in one piece: the ranks share stdout
+    sys.stdout.write(json.dumps(found) + "\n")  # in one call, because the ranks share stdout
     sys.stdout.flush()
 
 
 def harness(step: Step, seconds: float, job: Job, group: Group) -> list[float]:
-    """Seconds of each call, as a case would report them: warm-up, then ROUNDS blocks."""
+    """Seconds of each call in a case: warm-up, then ROUNDS blocks."""
     rule = StopRule(max_seconds=seconds, rounds=ROUNDS)
     times = TimedLoop(Workload(step), group, job.device, rule).run()
     return list(times.samples_s["step"])
 
 
 def bare_loop(step: Step, calls: int, job: Job, group: Group) -> list[float]:
-    """Seconds of each call, as anybody would time it by hand, after five calls."""
-    gc.collect()  # as a case does before its first block
+    """Seconds of each call in a plain loop, after five warm-up calls."""
+    gc.collect()  # like a case before its first block
     dist.barrier(group.control)
     times = []
     for _ in range(5 + calls):
@@ -303,8 +304,8 @@ def compare(
 
 
 def first_and_last(seconds: float, job: Job, group: Group) -> float:
-    """How many times as long a step takes as the first case of this process as as its last one. It
-    is one of ddp_sweep's: small activations, many allocations."""
+    """Time of a step as the first case of this process / time as the last case. The step is one of
+    ddp_sweep.py with small activations and many allocations."""
     import torchvision
 
     def case() -> float:
@@ -342,15 +343,15 @@ def main() -> None:
             print(f"first / last {ratio:.4f}", flush=True)
         args.kinds.remove(FIRST)
     roles, name = None, f"rank{job.rank}"
-    if sources:  # all but a server and the master train
+    if sources:  # all ranks but a server and the master are trainers
         roles = split_roles(job.world_size, servers=1, master=True)
         name = roles.name(job.rank)
     kinds_of_rpc = {"rpc_sync", "batch_update", "ddp_rpc", "parameter_server", "batch_update_ps"}
     over_rpc = bool(kinds_of_rpc & {*args.kinds, *sources})
-    if over_rpc:  # its idle threads would run beside the others' steps
+    if over_rpc:  # only if needed: its idle threads would run during other steps
         warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
         few_cores = job.world_size > len(os.sched_getaffinity(0))
-        transports = ["uv"] if few_cores else None  # as common.rpc.rpc_options: shm polls
+        transports = ["uv"] if few_cores else None  # like common.rpc.rpc_options, because shm polls
         options = rpc.TensorPipeRpcBackendOptions(_transports=transports)
         rpc.init_rpc(name, rank=job.rank, world_size=job.world_size, rpc_backend_options=options)
     rows = []
@@ -360,7 +361,7 @@ def main() -> None:
             step = make(size, job, group)
             rows.append([f"{kind} {cli.show_size(size)}", *compare(step, args, job, group)])
     if roles:
-        logging.captureWarnings(True)  # torch's functional optimizers warn of themselves
+        logging.captureWarnings(True)  # functional optimizers of torch emit warnings
         trainers, _ = groups.take(tuple(roles.trainers), None)
         of_case = replace(job, world_size=len(roles.trainers), local_world_size=len(roles.trainers))
         for source in sources if trainers else []:

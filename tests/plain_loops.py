@@ -1,8 +1,8 @@
-"""The training steps of the five source programs as plain loops: no harness, no phases, no check.
+"""The training steps of the five source programs as plain loops, without harness, phases or checks.
 
-Each function makes a step for this trainer, with the model, batches, optimizer and processes of the
-script of that name. tests/perturbation.py times these beside the scripts' cases, and
-tests/test_plain_loops.py compares the losses. Servers need nothing but this module.
+Each function makes a step for this trainer with the model, batches, optimizer and processes of the
+script of the same name. tests/perturbation.py compares their times with those of the scripts, and
+tests/test_plain_loops.py the losses. Servers only need this module.
 """
 
 import inspect
@@ -30,7 +30,9 @@ def ddp_sweep(group: dist.ProcessGroup, rank: int, name: str, samples: int, pixe
     model = torchvision.models.get_model(name)
     target = torch.randint(1000, (samples,))
     images = torch.rand(samples, 3, pixels, pixels)
-    known = inspect.signature(DistributedDataParallel).parameters  # an older torch has another name
+    known = inspect.signature(
+        DistributedDataParallel
+    ).parameters  # older versions of torch use another name
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     settings: dict[str, Any] = {"process_group": group, buffers: False}
     replica = DistributedDataParallel(model, **settings)
@@ -46,8 +48,10 @@ def ddp_sweep(group: dist.ProcessGroup, rank: int, name: str, samples: int, pixe
 
 
 def compile_sweep(group: dist.ProcessGroup, rank: int, widths: Sequence[int], samples: int) -> Step:
-    """Forward and backward of linear layers with ReLU under DDP. widths: from the input to the last
-    hidden layer. Each rank has the batch of its number."""
+    """Forward and backward of linear layers with ReLU under DDP.
+
+    widths: from the input to the last hidden layer. Rank n uses the n-th random batch.
+    """
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
@@ -64,7 +68,7 @@ def compile_sweep(group: dist.ProcessGroup, rank: int, widths: Sequence[int], sa
     return step
 
 
-TABLE: list[nn.EmbeddingBag] = []  # of a server
+TABLE: list[nn.EmbeddingBag] = []  # of the server
 
 
 def make_table(rows: int, columns: int) -> None:
@@ -83,8 +87,9 @@ def table_weight() -> Tensor:
 def ddp_rpc(
     group: dist.ProcessGroup, rank: int, rows: int, epoch: list[tuple[Tensor, Tensor, Tensor]]
 ) -> Step:
-    """An epoch: lookups in a table of 512 columns on a server, a dense stack under DDP, distributed
-    autograd and optimizer. epoch: indices, offsets and targets of each batch."""
+    """An epoch with lookups in a table of 512 columns on a server, dense layers under DDP,
+    distributed autograd and a distributed optimizer. epoch: indices, offsets and targets of each
+    batch."""
     if rank == 0:
         rpc.rpc_sync("server0", make_table, args=(rows, 512))
     dist.barrier(group)
@@ -108,7 +113,7 @@ def ddp_rpc(
 
 
 LOCK = threading.Lock()
-SUMS: dict[tuple[int, int], list[Any]] = {}  # of a server: future, sum and count by step and bucket
+SUMS: dict[tuple[int, int], list[Any]] = {}  # on the server, by step and bucket: future, sum, count
 
 
 def as_sparse(parts: list[Tensor], size: tuple[int, ...]) -> Tensor:
@@ -142,9 +147,11 @@ def average(
 def parameter_server(
     group: dist.ProcessGroup, batches: Any, *, sizes: Sequence[int], bucket_mb: float
 ) -> Step:
-    """An embedding and linear layers under DDP, every bucket averaged by a server. batches: an
-    iterator over row numbers and classes. sizes: rows and columns of the embedding, number of
-    linear layers, and their width."""
+    """An embedding and linear layers under DDP, with every bucket averaged by a server.
+
+    batches: iterator over row indices and classes. sizes: rows and columns of the embedding, number
+    of linear layers and their width.
+    """
     rows, columns, layers, width = sizes
     torch.manual_seed(0)
     embedding = nn.EmbeddingBag(rows, columns, sparse=True)
@@ -184,7 +191,7 @@ def parameter_server(
 
 
 class BatchUpdate:
-    """A server that steps once it has a gradient of every trainer, and answers all of them."""
+    """A server that steps when it has a gradient of every trainer, and then answers all of them."""
 
     def __init__(self, model: nn.Module, trainers: int) -> None:
         self.model, self.trainers, self.count = model, trainers, 0
@@ -209,7 +216,7 @@ class BatchUpdate:
         return future
 
 
-SERVER: list[BatchUpdate] = []  # of a server
+SERVER: list[BatchUpdate] = []  # of the server
 
 
 def first_model() -> nn.Module:
@@ -227,7 +234,8 @@ def update(gradients: list[Tensor]) -> Future[Any]:
 
 
 def batch_update_ps(group: dist.ProcessGroup, rank: int, batches: Tensor) -> Step:
-    """A list of gradients to the server, its module back. batches: [count, samples, 100]."""
+    """Send a list of gradients to the server, and receive its module. batches: [count, samples,
+    100]."""
     if rank == 0:
         rpc.rpc_sync("server0", start_batch_update, args=(group.size(),))
     dist.barrier(group)

@@ -1,4 +1,4 @@
-"""Commands that tests start: torchrun as a user types it, or with torch imported already."""
+"""Start commands in tests: torchrun like a user, or with torch already imported."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ from common.report import Report, load
 
 ROOT = Path(__file__).resolve().parents[1]
 INJECT = str(ROOT / "tests" / "inject.py")
-# what Python looks at before it imports torch; see tests/cudalab/README.md
+# variables that take effect before torch is imported; see tests/cudalab/README.md
 OF_THE_STAND_IN = ("CUDALAB", "CUDALAB_COVER", "PATH", "PYTHONPATH")
 
 
 @dataclass
 class Run:
-    """What a command left: exit status, output, and its report if it wrote one."""
+    """The result of a command: exit status, output, and the path of its report."""
 
     status: int
     out: str
@@ -43,15 +43,16 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """What torchrun has printed last: why the rank failed that it takes for the root cause."""
+        """The reason that torchrun prints last, of the rank that it regards as the root cause."""
         return self.err.rpartition("traceback : ")[2].rstrip("=\n")
 
 
 class Process:
-    """Commands that run side by side; `stop` ends them and all that they started."""
+    """Commands that run concurrently. `stop` ends them and all processes that they started."""
 
     def __init__(self, commands: list[list[str]], folder: Path, envs: list[dict[str, str]]) -> None:
-        """folder: stdout goes to out0, out1, ..., stderr to err0, ...; envs: of each command."""
+        """folder: for stdout in out0, out1, ... and stderr in err0, ...; envs: variables of each
+        command."""
         self.folder = folder
         self.parts: list[psutil.Process] = []
         for i, (command, env) in enumerate(zip(commands, envs, strict=True)):
@@ -68,7 +69,7 @@ class Process:
         return "".join(path.read_text() for path in sorted(self.folder.glob("err*")))
 
     def tree(self) -> list[psutil.Process]:
-        """All processes of the commands that are alive, themselves first."""
+        """All living processes of the commands, the commands first."""
         found = []
         for part in self.parts:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -76,7 +77,7 @@ class Process:
         return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The rank processes, by RANK. tests/warm.py has named its own."""
+        """The rank processes by RANK. tests/warm.py stores it in the process name."""
         found: dict[int, psutil.Process] = {}
         for process in self.tree():
             with contextlib.suppress(psutil.Error):
@@ -86,7 +87,7 @@ class Process:
         return found
 
     def until(self, what: Callable[[], Any], seconds: float = 60) -> Any:
-        """Wait until `what` returns something true; fails the test where that does not come."""
+        """Wait until `what` returns a true value and return it; otherwise the test fails."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if found := what():
@@ -98,7 +99,7 @@ class Process:
         pytest.fail(f"waited {seconds} s in vain; stdout:\n{self.out}\nstderr:\n{self.err}")
 
     def wait(self, seconds: float) -> int:
-        """The exit status: of the first command that failed, else 0."""
+        """Wait for all commands. Returns the exit status of the first that failed, else 0."""
         end = time.monotonic() + seconds
         try:
             statuses = [part.wait(max(0.1, end - time.monotonic())) for part in self.parts]
@@ -114,11 +115,11 @@ class Process:
 
 
 class Warm(Process):
-    """Commands that tests/warm.py starts, which spares every process the import of torch."""
+    """Commands started by tests/warm.py, so that processes need not import torch."""
 
-    servers: ClassVar[dict[str, Any]] = {}  # by the stand-in for CUDA that they have loaded, if any
+    servers: ClassVar[dict[str, Any]] = {}  # by the build of cudalab that they have loaded, if any
     status: int | None = None
-    copying: threading.Thread | None = None  # the terminal's output
+    copying: threading.Thread | None = None  # copies the output of the terminal
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Warm(Process):
         envs: list[dict[str, str]],
         columns: int | None = None,
     ) -> None:
-        """columns: stdout of the commands is a terminal of this width, copied to out0."""
+        """columns: stdout of the commands is a terminal of this width, which is copied to out0."""
         self.folder, self.parts = folder, []
         name = envs[0].get("CUDALAB", "")
         stand_in = {k: v for k, v in envs[0].items() if name and k in OF_THE_STAND_IN}
@@ -147,18 +148,19 @@ class Warm(Process):
             files = [[name, err] for _, err in files]
         request = {"commands": commands, "environments": envs, "files": files}
         self.server.stdin.write(json.dumps(request | {"folder": os.getcwd()}).encode() + b"\n")
-        for pid in self.answer(300):  # the first one waits for the import of torch
-            with contextlib.suppress(psutil.NoSuchProcess):  # over already
+        for pid in self.answer(300):  # the first request waits for the import of torch
+            with contextlib.suppress(psutil.NoSuchProcess):  # has already ended
                 self.parts.append(psutil.Process(pid))
 
     def open_terminal(self, columns: int) -> str:
-        """The path of a terminal. What is written to it goes into out0, until `wait` closes it."""
+        """Open a terminal and return its path. Its output is copied to out0 until `wait` closes
+        it."""
         ours, self.terminal = pty.openpty()
         termios.tcsetwinsize(ours, (50, columns))
 
         def copy() -> None:
             with open(self.folder / "out0", "wb") as out, contextlib.suppress(OSError):
-                while text := os.read(ours, 4096):  # OSError: all have closed the terminal
+                while text := os.read(ours, 4096):  # OSError: the terminal is closed
                     out.write(text)
             os.close(ours)
 
@@ -181,18 +183,18 @@ class Warm(Process):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's variables without a launcher's and a terminal's size; one thread a rank, also
-    to compile."""
+    """Variables of this process without those of launchers and the terminal size. Ranks have one
+    thread, also for compiling."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
     foreign = (*launcher, "COLUMNS", "LINES")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    lean["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # without a program that tries what the processor can
+    lean["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # skips a program that tests the processor
     return kept | lean | extra
 
 
 def free_port() -> int:
-    """Below those that the kernel gives out: nobody gets it before the ranks have started."""
+    """A port below those that the kernel assigns, so that it stays free until the ranks start."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", random.randrange(10_000, 30_000)))
@@ -202,9 +204,9 @@ def free_port() -> int:
 def command_of(
     script: str, *flags: str, ranks: int = 2, nodes: int = 1, inject: str | None = None
 ) -> list[list[str]]:
-    """The torchrun commands that start a script: one for each node, all on this host.
+    """The torchrun commands for a script: one for each node, all on this host.
 
-    ranks: of a node; 0 is plain python. inject: a fault of tests/inject.py.
+    ranks: per node; 0 means plain python. inject: faults of tests/inject.py.
     """
     path = script if os.path.isabs(script) else str(ROOT / script)
     words = [*([INJECT, inject] if inject else []), path, *flags]

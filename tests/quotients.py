@@ -1,10 +1,10 @@
-"""Divides what a script has printed: each ratio, difference and rate, by the numbers beside it.
+"""Recompute each ratio, difference and rate that a script has printed from the numbers next to it.
 
-`problems(script, out)` reads the tables and sentences in the output of a run. A number stands for
-all that are rounded to it, so that a ratio is right if some of these give it. conftest.py checks
-the output of every run of a script in the tests, and test_golden.py that of the recorded ones:
-whatever mode a test uses is checked. A column that is neither in CHECKS nor in MEASURED is a
-problem, too, so that a new ratio cannot be left out.
+`problems(script, out)` reads the tables and sentences in the output of a run. A printed number
+stands for the range of numbers that are rounded to it, and a ratio is correct if some numbers of
+these ranges give it. conftest.py checks the output of every run of a script in the tests, and
+test_golden.py that of the recorded runs. A column that is neither in CHECKS nor in MEASURED is a
+problem as well, so that a new ratio cannot be forgotten.
 """
 
 import itertools
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
-SCALES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # of seconds
+SCALES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # in seconds
 NUMBER = r"-?[\d,]*\d(?:\.\d+)?(?:e[+-]\d+)?"
 TIME = rf"({NUMBER}) (us|ms|s)\b"
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that are printed alike: from low to high."""
+    """The range of numbers that are printed in the same way."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ class Range:
 
     def __truediv__(self, other: "Range | float") -> "Range":
         other = of(other)
-        if other.low <= 0 <= other.high:  # rounded to 0: the quotient may be anything
+        if other.low <= 0 <= other.high:  # may be 0, so the quotient may be anything
             return Range(float("-inf"), float("inf"))
         return self * Range(1 / other.high, 1 / other.low)
 
@@ -62,7 +62,7 @@ def of(number: "Range | float") -> Range:
 
 
 def printed(text: str) -> Range:
-    """`0.0051`, `1,234`, `6.82e-06` or `1.001M`: what is rounded to it."""
+    """The range of numbers that are rounded to `0.0051`, `1,234`, `6.82e-06` or `1.001M`."""
     digits, unit = re.fullmatch(rf"({NUMBER})([KMGT]?)", text).groups()  # type: ignore[union-attr]
     mantissa, _, exponent = digits.replace(",", "").partition("e")
     places = len(mantissa.partition(".")[2])
@@ -72,7 +72,7 @@ def printed(text: str) -> Range:
 
 
 def seconds(text: str) -> Range:
-    """`76.1 ms`"""
+    """The range of seconds that are printed as e.g. `76.1 ms`."""
     number, unit = text.split()
     return printed(number) * SCALES[unit]
 
@@ -83,12 +83,12 @@ def largest(*ranges: Range) -> Range:
 
 @dataclass
 class Row:
-    """A row of a table. above: all that was printed before the table. table: all of its rows."""
+    """A row of a table. above: the output before the table. table: all rows of it."""
 
     above: str
     cells: dict[str, str]
     table: "list[Row]"
-    earlier: "list[Row]"  # of all tables before this one
+    earlier: "list[Row]"  # rows of all earlier tables
 
     @property
     def name(self) -> str:
@@ -103,13 +103,13 @@ class Row:
         return printed(self.cells[head])
 
     def above_it(self, pattern: str) -> Range:
-        """The number that the newest title, or another line above, has at a place. A whole number
-        is a count, and exact."""
+        """The last number above the table that matches a pattern. Whole numbers are counts, and
+        exact."""
         text = re.findall(pattern, self.above)[-1]
         return of(float(text)) if text.isdigit() else printed(text)
 
     def of_its_name(self, head: str) -> Range:
-        """The number in the newest earlier table that has a row of this name with such a column."""
+        """The number in the last earlier table that has a row of this name and such a column."""
         rows = [row for row in self.earlier if row.name == self.name and head in row.cells]
         if not rows:
             raise KeyError(f"{head!r} is printed in no table above")
@@ -121,7 +121,7 @@ DASHES = re.compile(r"^-+(  -+)+$")
 
 
 def tables(out: str) -> Iterator[list[Row]]:
-    """The rows of each table that tabulate has laid out."""
+    """The rows of each table in the output."""
     lines, earlier = out.splitlines(), list[Row]()
     for number, line in enumerate(lines):
         if not DASHES.match(line):
@@ -141,7 +141,7 @@ def tables(out: str) -> Iterator[list[Row]]:
             if below.startswith("#") or "failed: " in below:
                 continue
             cells = re.split(r"\s{2,}", below.partition("  # ")[0].strip())
-            if len(cells) < len(heads):  # the name is in the first row of a case alone
+            if len(cells) < len(heads):  # only the first row of a case has its name
                 cells = [""] * (len(heads) - len(cells)) + cells
             if len(cells) == len(heads):
                 named = dict(zip(unique(heads), cells, strict=True))
@@ -151,7 +151,7 @@ def tables(out: str) -> Iterator[list[Row]]:
 
 
 def unique(heads: list[str]) -> list[str]:
-    """Heads of which two are equal get a number: `95% ci`, `95% ci 2`."""
+    """Number repeated headers: `95% ci`, `95% ci 2`."""
     seen: dict[str, int] = {}
     for head in heads:
         seen[head] = seen.get(head, 0) + 1
@@ -173,13 +173,13 @@ def size_in(row: Row, head: str = "") -> Range:
 
 
 def times(first: str, second: str) -> Check:
-    """A rate at a percentile: rate * time is the same amount as at the median."""
+    """A rate at a percentile: rate * time is the same as at the median."""
     unit, rate = (name.partition(" ")[2] for name in (first, second))
     return lambda row: row[f"p50 {unit}"] * row[f"p50 {rate}"] / row[first]
 
 
 def percentiles(unit: str, rate: str, amount: Check) -> dict[str, Check]:
-    """The rates beside the percentiles of a time. amount: of the median."""
+    """The rates next to the percentiles of a time. amount: rate * time at the median."""
     checks: dict[str, Check] = {f"p50 {rate}": lambda row: amount(row) / row[f"p50 {unit}"]}
     for q in (75, 90, 95):
         checks[f"p{q} {rate}"] = times(f"p{q} {unit}", f"p{q} {rate}")
@@ -192,7 +192,7 @@ def exposed(axis: str) -> tuple[str, Check]:
 
 
 def of_inputs(row: Row, strategy: str = "") -> Range:
-    """Samples of a step: of all ranks, or of one."""
+    """Samples of a step on all ranks, or on one rank for `none`."""
     ranks = of(1) if strategy == "none" else row.above_it(r"# (\d+) ranks? on")
     return row.above_it(r"batch size (\d+)") * ranks
 
@@ -205,19 +205,19 @@ def share_of_time(row: Row) -> Range:
 
 
 def ranks_of(row: Row) -> int:
-    """`1M/2R`, `2M/8G (16)`, `2M/12G in all`; one for `no ddp`."""
+    """The number of ranks in `1M/2R`, `2M/8G (16)` or `2M/12G in all`; 1 for `no ddp`."""
     found = re.match(r"\d+M/(\d+)[GR](?: \((\d+)\))?", row.name)
     return int(found[2] or found[1]) if found else 1
 
 
 def first_of_its_ranks(row: Row) -> Row:
-    """The first setting on the same ranks: `1M/2R 25MB none` for `1M/2R 25MB bf16`."""
+    """The first setting on the same ranks, e.g. `1M/2R 25MB none` for `1M/2R 25MB bf16`."""
     ranks, _, _ = row.name.partition(" ")
     return next(other for other in row.table if other.name.startswith(f"{ranks} "))
 
 
 def batch_of_rank(row: Row) -> Range:
-    """Of ddp_sweep.py, in a step."""
+    """Samples of a rank in a step of ddp_sweep.py."""
     *_, title = re.findall(r"^.*(?:batch size|global batch) \d+ .*", row.above, re.MULTILINE)
     of_rank, whole, several = (
         re.search(pattern, title)
@@ -228,7 +228,7 @@ def batch_of_rank(row: Row) -> Range:
 
 
 def step_of(row: Row) -> Range:
-    """Of the same row, or of that in the table before."""
+    """The step time of the same row, or of the row in the previous table."""
     head = "step gmean (ms)"
     return row[head] if head in row.cells else row.of_its_name(head)
 
@@ -243,7 +243,7 @@ def workers_of(row: Row) -> int:
     return max(1, int(row.text("").split()[0]))
 
 
-# By script: the columns that follow from others, and how. A cell `-` is skipped.
+# By script: columns that follow from others, and how. A cell `-` is skipped.
 CHECKS: dict[str, dict[str, Check]] = {
     "batch_update_ps": {
         "updates/s": lambda row: row["gradients/s"] / row["gradients /update"],
@@ -343,7 +343,7 @@ CHECKS: dict[str, dict[str, Check]] = {
     },
     "traffic": {},
 }
-# The others: names, settings, counts, and what was measured or estimated by itself.
+# Other columns: names, settings, counts, and values that are measured or estimated independently.
 INTERVAL = re.compile(r"(\b|^)(95% ci|ci of \w+|\+-%)")
 MEASURED = {
     "batch_update_ps": """
@@ -387,16 +387,16 @@ MEASURED = {
         mesh; rank; all axes (ms); across nodes; parameters (bytes); gradients (bytes);
         optimizer (bytes); TFLOP""",
 }
-MARKS = ("", "measured")  # a row's name, and when it was measured if a report was resumed
-OF_AXES = re.compile(r"\w+ (calls|\(bytes\)|\(ms\))")  # of traffic.py
+MARKS = ("", "measured")  # the name of a row, and the time of measurement in a resumed report
+OF_AXES = re.compile(r"\w+ (calls|\(bytes\)|\(ms\))")  # columns of traffic.py
 
 
 def problems(script: str, out: str) -> list[str]:
-    """What does not agree in the output of a script, in words; [] if all does.
+    """Numbers in the output of a script that do not agree, in words.
 
-    A terminal may lack the last columns; what would follow from them is not checked.
+    A terminal may lack the last columns. Columns that follow from those are not checked.
     """
-    out = out.replace("\r\n", "\n")  # of a terminal
+    out = out.replace("\r\n", "\n")  # from a terminal
     known = {*MARKS, *(" ".join(head.split()) for head in MEASURED[script].split(";"))}
     if script == "traffic":
         known |= {
@@ -407,8 +407,8 @@ def problems(script: str, out: str) -> list[str]:
             if OF_AXES.fullmatch(head)
         }
     found: list[str] = []
-    ratios: set[str] = set()  # as they are printed in tables
-    steps: dict[str, Range] = {}  # of the rows, by their names
+    ratios: set[str] = set()  # as printed in tables
+    steps: dict[str, Range] = {}  # by names of rows
     for rows in tables(out):
         for row in rows:
             if row.cells.get("step gmean (s)", "-") != "-":
@@ -419,14 +419,14 @@ def problems(script: str, out: str) -> list[str]:
                     found += divided(row, head, check, "# not shown: " in out)
                 elif head not in known and not INTERVAL.search(head):
                     found.append(f"column {head!r} is neither in CHECKS nor in MEASURED")
-    said = re.sub(r"\n#   ?", " ", out)  # a sentence that was folded
+    said = re.sub(r"\n#   ?", " ", out)  # unfold sentences
     for line in said.splitlines():
         found += [f"{problem}: {line}" for problem in in_sentence(script, line, ratios, steps)]
     return list(dict.fromkeys(found))
 
 
 def divided(row: Row, head: str, check: Check, is_narrow: bool) -> list[str]:
-    """What is wrong with a cell; [] if it is right, or empty. is_narrow: columns may be missing."""
+    """The problem of a cell, if any. is_narrow: columns may be missing."""
     cell = row.cells[head]
     if cell == "-":
         return []
@@ -442,8 +442,8 @@ def divided(row: Row, head: str, check: Check, is_narrow: bool) -> list[str]:
 
 
 def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range]) -> Iterator[str]:
-    """What is wrong with the quotients of a sentence. A number of times is in a table, or is the
-    quotient of two steps that the sentence names."""
+    """Problems of the quotients in a sentence. `N times` is in a table, or is the quotient of two
+    steps that the sentence names."""
     for factor, cost, middle in re.findall(
         rf"({NUMBER})x the (?:median|other)'s time \(({NUMBER} \S+) against ({NUMBER} [^\s)]+)\)",
         line,
@@ -451,7 +451,7 @@ def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range
         unit = cost.split()[1]
         if unit in SCALES:
             parts = seconds(cost) / seconds(middle)
-        else:  # of rates the lower one takes longer
+        else:  # the lower of two rates takes longer
             parts = printed(middle.split()[0]) / printed(cost.split()[0])
         if not printed(factor).meets(parts):
             yield f"{factor} is not {cost} / {middle}"
@@ -488,7 +488,7 @@ def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range
 
 
 def buses(line: str) -> Iterator[str]:
-    """Of `all_gather 10 x, 4G (bus 3.5G)`, below the number of ranks."""
+    """Check `all_gather 10 x, 4G (bus 3.5G)` with the number of ranks."""
     if not (found := re.search(r", (\d+) ranks on ", line)):
         return
     n = int(found[1])
@@ -499,7 +499,7 @@ def buses(line: str) -> Iterator[str]:
 
 
 def bandwidths(line: str) -> Iterator[str]:
-    """Of a row in nccl-tests' form: algbw is size / time, for each of the two variants."""
+    """In a row in the format of nccl-tests, algbw is size / time for both variants."""
     words = line.split()
     if not re.match(r" {2,}\d+ +\d+ +[a-z]+\d+ ", line):
         return

@@ -1,10 +1,10 @@
-"""A step of each mesh on real gloo ranks: do their collectives have what traffic.py says?
+"""Compare the collectives of real gloo ranks with those that traffic.py predicts, for each mesh.
 
     torchrun --standalone --nproc-per-node 4 tests/recorded_traffic.py dp4,tp4,dp2ep2
 
-The last rank compares itself. gloo's flight recorder has collectives, but no sends and receives.
-Gloo makes an all-reduce of a reduce-scatter, of the same bytes. Of an all-gather into a list
-(DTensor's) the recorder has what a rank gives.
+The last rank compares its own calls. gloo's flight recorder has collectives, but no sends and
+receives. Gloo implements a reduce-scatter as an all-reduce of the same bytes. For an all-gather
+into a list (of DTensor) the recorder has the input of a rank.
 """
 
 import sys
@@ -28,7 +28,8 @@ MODEL = ["--model", "decoder-nano", "--sequence-length", "32", "--dtype", "fp32"
 
 
 def recorded(key: Key, job: Job) -> tuple[traffic.Calls, dict[str, int]]:
-    """What this rank sends in the third step of a mesh, and the bytes that it holds afterwards."""
+    """The calls of this rank in the third step of a mesh, and the bytes that it holds
+    afterwards."""
     world: Any = dist.group.WORLD
     meshes = open_meshes(parse_mesh(key["mesh"]), [], job, Group((), world, world))
     trainer = train(key, job, meshes, traffic.adamw)
@@ -49,7 +50,7 @@ def recorded(key: Key, job: Job) -> tuple[traffic.Calls, dict[str, int]]:
 
 
 def bytes_of(entry: dict[str, Any], side: str) -> int:
-    """Of the tensors that went into a recorded collective, or that came out."""
+    """Bytes of the input or output tensors of a recorded collective."""
     shapes = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=True)
     return sum(BYTES[dtype] * torch.Size(shape).numel() for dtype, shape in shapes)
 
@@ -59,7 +60,7 @@ def main(meshes: list[str]) -> int:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = Job(rank, rank, ranks, ranks, torch.device("cpu"), "gloo", dist.HashStore())
     records = []
-    for mesh in meshes:  # one by one: only those with ep have experts
+    for mesh in meshes:  # separately: only meshes with ep have experts
         words = ["--ranks", str(ranks), "--rank", str(rank), "--mesh", mesh, *MODEL]
         (key,) = traffic.plan(traffic.parse_args(words))
         records.append((key, *recorded(key, job)))

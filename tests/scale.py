@@ -1,17 +1,18 @@
-"""What does the harness itself cost, by the number of ranks? Forked ranks over loopback, on gloo.
+"""Overhead of the harness by number of ranks, with forked ranks over loopback and gloo.
 
     python tests/scale.py 2 8 32 64          prints the table of docs/scale.md, a few minutes
 
-The ranks are forked from one process that has imported torch: many of them fit into memory. With
-more ranks than cores they wait for each other's turns. So read the ratios to a bare new_group, not
-the milliseconds. In each round four things are timed until all ranks are done, one after the other:
+The ranks are forked from one process that has imported torch, so that many of them fit into memory.
+With more ranks than cores they wait for the CPU; read the ratios to a bare new_group rather than
+the milliseconds. In each round four things are timed one after the other, until all ranks are done:
 
-new_group       torch makes a gloo group over all ranks; when all have it, they close it
-first case      a case whose groups are made for it; its step does nothing and is timed once
-next case       the same over the same ranks again: the groups are there
-nothing timed   a case over the same ranks that times nothing: what each case costs at least
+new_group       torch creates a gloo group over all ranks, and they close it
+first case      a case that creates its groups; its step does nothing and is timed once
+next case       another case over the same ranks, which uses the same groups
+nothing timed   a case over the same ranks that times nothing: the minimum cost of a case
 
-Each is the median of the rounds. `join` is the time from the last rank's start until all have met.
+Each time is the median over rounds. `join` is the time from the start of the last rank until all
+ranks have joined.
 """
 
 import gc
@@ -38,7 +39,7 @@ from common.groups import Group
 from common.timing import RankTimes, Workload
 
 NAMES = ("new_group", "first case", "next case", "nothing timed")
-ROUNDS = 8  # the first one is a warm-up
+ROUNDS = 8  # the first is a warm-up
 FLAGS = ["--device", "cpu", "--iters", "1", "--warmup-iters", "1"]
 
 
@@ -52,12 +53,12 @@ def time_nothing(key: Key, group: Group) -> Workload:
 
 def make_and_close_group() -> None:
     group: Any = dist.new_group(backend="gloo")
-    dist.barrier()  # a rank that closed it at once would cut off ranks that still connect
+    dist.barrier()  # a rank that closed it at once would disconnect ranks that still connect
     dist.destroy_process_group(group)
 
 
 def time_round(bench: Benchmark, number: int) -> dict[str, float]:
-    """Time each thing once. All ranks call it. Returns the seconds on this rank."""
+    """Time each of NAMES once, on all ranks. Returns the seconds on this rank."""
 
     def case(name: str, build: Any) -> Callable[[], object]:
         key = {"name": name, "round": number}
@@ -69,19 +70,19 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
         "next case": case("next case", time_step_once),
         "nothing timed": case("nothing timed", time_nothing),
     }
-    bench.groups.close_all()  # so that the first case needs new ones
+    bench.groups.close_all()  # so that the first case creates new ones
     seconds = {}
     for name in NAMES:
         dist.barrier()
         start = time.perf_counter()
         work[name]()
-        dist.barrier()  # closing a group is each rank's own work
+        dist.barrier()  # each rank closes its group separately
         seconds[name] = time.perf_counter() - start
     return seconds
 
 
 def run_rank(rank: int, ranks: int, port: int, results: Any) -> None:
-    """A rank, in a process of its own. Rank 0 sends what it has timed, in seconds."""
+    """Run a rank in its own process. Rank 0 sends the times in seconds."""
     started = time.time()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     place |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
@@ -116,12 +117,14 @@ def row_of(ranks: int, seconds: dict[str, list[float]]) -> dict[str, str]:
 
 def main() -> int:
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a socket for each pair
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most_files, most_files)
+    )  # each pair of ranks needs a socket
     torch.set_num_threads(1)
-    gc.freeze()  # what the ranks share stays shared: a collection would write to it
+    gc.freeze()  # a collection would write to memory that the ranks share
     rows = []
     for ranks in map(int, sys.argv[1:]):
-        # in this process, as torchrun's agent has it
+        # in this process, like that of torchrun's agent
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         results = multiprocessing.get_context("fork").SimpleQueue()
         given = (ranks, store.port, results)

@@ -1,10 +1,10 @@
-"""What does a case of many ranks cost rank 0? Gather, derive, write: made-up ranks, one process.
+"""The cost of a case with many ranks on rank 0: gather, derive, write, with simulated ranks.
 
     python tests/scale_case.py                  1,024 ranks, 1,000 iterations
     python tests/scale_case.py RANKS ITERATIONS
 
-Each rank has a step and two parts. The results are unpickled as `gather` does; what the network
-takes for their bytes comes on top. Then Benchmark.write completes the case and writes its line.
+Each rank has a step and two parts. Results are unpickled as in `gather`, without the time for the
+network. Then Benchmark.write completes the case and writes its line.
 """
 
 import pickle
@@ -32,17 +32,17 @@ SPLIT = "local compute"
 
 @dataclass(frozen=True)
 class Cost:
-    """What rank 0 needs for one case."""
+    """Time and bytes that rank 0 needs for one case."""
 
     unpickle_s: float
-    keep_s: float  # complete the case, and write it
+    keep_s: float  # complete and write the case
     gathered_bytes: int
     report_bytes: int
-    peak_bytes: int  # the most that the process ever had in memory, with torch itself
+    peak_bytes: int  # peak memory of the process, including torch
 
 
 def results_of(ranks: int, iterations: int) -> list[bytes]:
-    """What each rank sends to rank 0, pickled. Rank 3 is slow."""
+    """The pickled results that each rank sends to rank 0. Rank 3 is slow."""
     rng = np.random.default_rng(0)
     rounds = [len(part) for part in np.array_split(np.arange(iterations), 12)]
     sent = []

@@ -1,19 +1,19 @@
-"""How often do the 95 % intervals hold, and how often is a healthy rank accused? Simulated series
-with a known median, by the functions that scripts use.
+"""Coverage of the 95 % intervals, and how often a healthy rank is named: simulated series with a
+known median and the functions that the scripts use.
 
     python tests/simulate_intervals.py          the tables of docs/measuring.md, a minute
 
 independent   lognormal samples
-AR .6         neighbours that are correlated by 0.6: normal, and then e^x
-levels        a third of the variance is the level of a block, the rest is of each sample; levels of
-              neighbouring blocks are correlated by 0.2
-AR .9         the same with 0.9: as strong a dependence as a case may meet
-phases        two levels that are 20 % apart, and last 30 samples on average
-difference    two steps in 12 rounds of 2; the machine drifts by 30 % over the run, for both alike
-ratio         the same, of which the ratio is taken
-straggler     8 ranks of 60 iterations each; neighbours in time are correlated by 0.6
-outlier       8 ranks with a number each, as node_check.py judges them, spread by 2 %
-two modes     300 times of one mode, whose logarithm has a standard deviation of 1; or of two
+AR .6         lognormal samples whose logarithms have an autocorrelation of 0.6 at lag 1
+levels        a third of the variance is that of blocks, the rest that of samples; consecutive
+              blocks are correlated by 0.2
+AR .9         autocorrelation of 0.9, about the strongest in practice
+phases        two levels that differ by 20 % and last 30 samples on average
+difference    difference of two steps in 12 rounds of 2; the machine drifts by 30 % during the run
+ratio         their ratio
+straggler     8 ranks of 60 iterations each, with an autocorrelation of 0.6
+outlier       8 ranks with one number each, judged as in node_check.py, with a spread of 2 %
+two modes     300 times of one mode, whose logarithm has a standard deviation of 1, or of two modes
 """
 
 import sys
@@ -38,7 +38,7 @@ Series = NDArray[np.float64]
 
 
 def correlated(n: int, rho: float, rng: Rng) -> Series:
-    """n normal values of variance 1; neighbours are correlated by rho."""
+    """n normal values of variance 1 with autocorrelation rho at lag 1."""
     x = rng.normal(size=n)
     for i in range(1, n):
         x[i] = rho * x[i - 1] + np.sqrt(1 - rho**2) * x[i]
@@ -51,7 +51,7 @@ def levels(blocks: int, size: int, rng: Rng) -> Series:
 
 
 def phases(n: int, rng: Rng) -> Series:
-    """Two levels that are 20 % apart, and last 30 samples on average; samples differ by 1 %."""
+    """Two levels that differ by 20 % and last 30 samples on average, with noise of 1 %."""
     x, at, is_slow = rng.normal(size=n) * 0.01, 0, rng.random() < 0.5
     while at < n:
         length = max(1, int(rng.exponential(30)))
@@ -65,14 +65,14 @@ def of_median(make: Callable[[Rng], Series], rng: Rng) -> Estimate:
 
 
 def of_two_steps(what: Callable[[Times, str], Estimate], rng: Rng) -> Estimate:
-    """A step of 2 s and a part of 1 s, 12 rounds of 2, on a machine that slows down. In the middle
-    of the run it is 15 % slower."""
+    """A step of 2 s and a part of 1 s in 12 rounds of 2, on a machine that slows down. It is 15 %
+    slower in the middle of the run."""
     drift = np.linspace(1, 1.3, 24)
     step, part = (np.exp(rng.normal(size=24) * SPREAD) * drift for _ in range(2))
     return what(Times({"step": [2 * step], "part": [part]}, [2] * 12), "part")
 
 
-# what is simulated -> the true value, what is promised of shown intervals, and how one is made
+# name -> true value, promised coverage of the intervals that are shown, function for an estimate
 CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
     "independent, 24": (1.0, 0.94, partial(of_median, partial(correlated, 24, 0.0))),
     "AR .3, 28": (1.0, 0.94, partial(of_median, partial(correlated, 28, 0.3))),
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
 
 
 def coverage(name: str, series: int) -> tuple[float, float]:
-    """(share of the shown intervals that hold the true value, share of series with one)."""
+    """(share of the shown intervals with the true value, share of series with an interval)."""
     true, _, make = CASES[name]
     rng = np.random.default_rng(0)
     estimates = [make(rng) for _ in range(series)]
@@ -104,8 +104,8 @@ def coverage(name: str, series: int) -> tuple[float, float]:
 
 
 def says_straggler(factor: float, rng: Rng) -> bool:
-    """Whether a rank is named; rank 2 takes `factor` times as long as the others. A wrong name
-    counts as none where one is slow."""
+    """Whether a rank is named. Rank 2 takes `factor` times as long as the others. If one is slow,
+    naming another one counts as none."""
     ranks = np.exp(np.array([correlated(60, 0.6, rng) for _ in range(8)]) * SPREAD)
     ranks[2] *= factor
     found = straggler(ranks)
@@ -120,13 +120,13 @@ def says_outlier(factor: float, rng: Rng) -> bool:
 
 
 def says_two_modes(factor: float, rng: Rng) -> bool:
-    """factor: how many times as long 3 of 10 calls take."""
+    """Whether two modes are reported. 3 of 10 calls take `factor` times as long."""
     calls = np.exp(rng.normal(size=300) * (1.0 if factor == 1 else 0.25))
     calls[rng.random(300) < 0.3] *= factor
     return modes(calls) is not None
 
 
-# what is said -> who says it, how slow the slow one is, and the promise: at most, or at least
+# name -> function, how many times as long the slow one takes, promised rate (at most or at least)
 VERDICTS: dict[str, tuple[Any, float, float]] = {
     "straggler, healthy": (says_straggler, 1.0, 0.05),
     "straggler, 30 % slow": (says_straggler, 1.3, 0.9),
@@ -138,7 +138,7 @@ VERDICTS: dict[str, tuple[Any, float, float]] = {
 
 
 def frequency(name: str, series: int) -> float:
-    """How often it is said."""
+    """The rate of a verdict."""
     says, factor, _ = VERDICTS[name]
     rng = np.random.default_rng(0)
     return sum(says(factor, rng) for _ in range(series)) / series

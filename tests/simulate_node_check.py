@@ -1,18 +1,17 @@
-"""How often does node_check.py name a healthy rank or node, and how often a slow one?
+"""Simulated error rates of node_check.py: how often it names healthy and slow ranks or nodes.
 
     python tests/simulate_node_check.py         the table of docs/node_check.md, a minute
 
-8 ranks are measured once, and again if one of them looks slow or unsteady; then the links of 8
-nodes are, in the same way. The script's functions judge them.
+8 ranks are measured once, and again if one of them looks slow or unsteady. The links of 8 nodes are
+measured in the same way. The functions of the script judge them.
 
-CPU, quiet    the noise of the ranks of one node with 2 cores where nothing else ran: levels that
-              differ by 2 %, samples that are 6 to 25 % longer, and 3 in 100 several times as long
-CPU, N %      beside a program that uses N % of the 2 cores, in bursts of a second. A rank stays on
-              the core where the program runs in half of the bursts; 85 in 100 of its samples then
-              take 2 to 6 times as long
+CPU, quiet    the noise of ranks on an idle node with 2 cores: levels differ by 2 %, samples are
+              6 to 25 % longer, and 3 in 100 several times as long
+CPU, N %      another process uses N % of the 2 cores in bursts of a second. In half of the bursts a
+              rank is on the same core; 85 in 100 of its samples then take 2 to 6 times as long
 GPU           levels that differ by 1.5 %, blocks that differ by 1 %; heat slows 1 of 10 blocks
-links, CPU    samples of 50 ms over gloo: 15 % of noise, and 3 in 100 take twice as long
-links, GPU    samples of 50 ms over NCCL: levels that differ by 1 %, 1 % of noise
+links, CPU    samples of 50 ms over gloo with 15 % noise; 3 in 100 take twice as long
+links, GPU    samples of 50 ms over NCCL with 1 % noise, and levels that differ by 1 %
 """
 
 import sys
@@ -34,8 +33,8 @@ from common.report import Case
 from common.stats import median
 
 RANKS, CORES = 8, 2
-SLOW = 3  # the rank or node that is slow, if one is
-ROUNDS, ITERATIONS = 12, 2  # of a measurement, which takes a second
+SLOW = 3  # the rank or node that is slow, if any
+ROUNDS, ITERATIONS = 12, 2  # of a measurement of one second
 NOISE = {"matmul_fp32": 0.06, "copy": 0.2, "launch": 0.25}  # of samples on the CPU
 Rng = np.random.Generator
 Times = NDArray[np.float64]  # [iterations]
@@ -77,8 +76,8 @@ def on_cpu(rng: Rng, noise: float, busy: NDArray[np.bool_]) -> Times:
 
 
 def bursts(rng: Rng, share: float) -> NDArray[np.bool_]:
-    """Whether the program runs in each round. It takes one core, so it runs for CORES * share of
-    the time, a second on average before it pauses."""
+    """Whether the other process runs in each round. It uses one core for CORES * share of the time,
+    in bursts of a second on average."""
     running = CORES * share
     at = np.arange(ROUNDS) / ROUNDS
     now, is_on, states = 0.0, bool(rng.random() < running), np.zeros(ROUNDS, dtype=bool)
@@ -118,7 +117,8 @@ def measured_ranks(rng: Rng, world: World, slow: float) -> Judgement:
 
 
 def measured_links(rng: Rng, world: World, slow: float) -> Judgement:
-    """A measurement of the links of 8 nodes. slow: how many times as long those of SLOW take."""
+    """A measurement of the links of 8 nodes. slow: how many times as long the links of SLOW
+    take."""
     links, unsteady = [], []
     for a, b in (pair for pairs in rounds_of(RANKS) for pair in pairs):
         level = rng.normal(1, 0.01) * (slow if SLOW in (a, b) else 1.0)
@@ -148,7 +148,7 @@ def verdict(rng: Rng, world: World, slow: float) -> str:
 
 
 def rates(world: World, slow: float, runs: int) -> dict[str, float]:
-    """Shares of the runs that end so."""
+    """Shares of the runs by verdict."""
     rng = np.random.default_rng(1)
     lines = [verdict(rng, world, slow) for _ in range(runs)]
     return {

@@ -1,16 +1,16 @@
-"""Which estimator of a ratio: medians and their quotient, or geometric means over rounds? Both are
-quotients of two times that can be printed. Simulated rounds of two steps, whose ratio is 0.8.
+"""Compares two estimators of a ratio: the quotient of medians, and geometric means over rounds.
+Both are quotients of two printed times. Rounds of two steps with a ratio of 0.8 are simulated.
 
     python tests/simulate_ratios.py          the table of docs/measuring.md, a minute
 
 steady      samples differ by 5 %
 drift       the machine becomes 30 % slower over the run, for both steps alike
 outliers    one block in ten takes twice as long
-neighbour   another program comes and goes, with phases of half a block, 3, 10 or 30 blocks on
-            average, and slows down by 50 % whatever runs
+neighbour   another process runs intermittently, in phases of half a block, 3, 10 or 30 blocks on
+            average, and slows the steps down by 50 %
 
-medians: the quotient of the medians over all iterations. Its interval is by the bootstrap: rounds
-are drawn 300 times with replacement, and the deviation of the logarithms times Student's t.
+medians: the quotient of the medians over all iterations, with a bootstrap interval: rounds are
+drawn 300 times with replacement, and the deviation of the logarithms is scaled by Student's t.
 """
 
 import sys
@@ -33,7 +33,7 @@ SIZES = ((6, 8), (12, 4), (24, 4))  # rounds, iterations of a block
 
 
 def level(world: str, rounds: int, block: int, rng: Rng) -> Samples:
-    """How slow the machine is at each iteration of a run, in the order of time."""
+    """The slowdown of the machine at each iteration of a run, in order of time."""
     count = 2 * rounds * block
     slow = np.ones(count)
     if world == "drift":
@@ -50,7 +50,7 @@ def level(world: str, rounds: int, block: int, rng: Rng) -> Samples:
 
 
 def two_steps(world: str, rounds: int, block: int, rng: Rng) -> tuple[Samples, Samples]:
-    """The part and the step. Every other round goes backwards, as in common/timing.py."""
+    """The part and the step. Every other round is in reverse order, as in common/timing.py."""
     count = 2 * rounds * block
     samples = level(world, rounds, block, rng) * np.exp(NOISE * rng.normal(size=count))
     blocks = samples.reshape(rounds, 2, block)
@@ -59,7 +59,7 @@ def two_steps(world: str, rounds: int, block: int, rng: Rng) -> tuple[Samples, S
 
 
 def by_rounds(part: Samples, step: Samples, rng: Rng) -> Estimate:
-    """As the scripts do it."""
+    """The estimator of the scripts."""
     rounds = [part.shape[1]] * part.shape[0]
     return Times({"part": [part.ravel()], "step": [step.ravel()]}, rounds).ratio("part")
 
@@ -80,7 +80,7 @@ ESTIMATORS: dict[str, Callable[[Samples, Samples, Rng], Estimate]] = {
 
 
 def judged(name: str, world: str, rounds: int, block: int, runs: int) -> tuple[float, float]:
-    """(share of intervals that hold the ratio, median of half their width as a share of it)."""
+    """(share of intervals with the true ratio, median of their relative half-width)."""
     rng = np.random.default_rng(0)
     holds, widths = [], []
     for _ in range(runs):

@@ -1,13 +1,13 @@
-"""How often do compare.py and ab.py err? Simulated runs, by the functions that the scripts use.
+"""Error rates of compare.py and ab.py: simulated runs and the functions that the scripts use.
 
     python tests/simulate_verdicts.py            the table of docs/compare.md, some minutes
-    python tests/simulate_verdicts.py load       that of docs/measuring.md: beside other programs
+    python tests/simulate_verdicts.py load       that of docs/measuring.md, under load
 
-Beside other programs a run takes a second, and as many times as long as 1 + the share of the cores
-that they use during it; runs differ by 1 %. The load is known to 1 % of the cores.
+The logarithm of a run's time is the level of the machine plus noise of 3 %. A drifting level has an
+autocorrelation of 0.8 from run to run and a standard deviation of 3 % as well.
 
-The logarithm of a run's time is the machine's level and noise of 3 %. A level that drifts is
-correlated by 0.8 from run to run, and has 3 % as well.
+Under load a run of one second takes 1 + s times as long, if other processes use the share s of the
+cores during the run. Runs differ by 1 %, and the load is known to 1 % of the cores.
 """
 
 import sys
@@ -31,7 +31,7 @@ Rng = np.random.Generator
 
 
 def level(rng: Rng, runs: int) -> Logs:
-    """The logarithms of a level that drifts."""
+    """The logarithms of a drifting level."""
     x = rng.normal(size=runs)
     for i in range(1, runs):
         x[i] = RHO * x[i - 1] + np.sqrt(1 - RHO**2) * x[i]
@@ -54,7 +54,7 @@ def equal(rng: Rng, runs: int = 6, scale: float = 1, margin: float = 0.02) -> Re
 
 
 def holds(result: Result) -> bool:
-    """Whether the interval holds the truth, no change."""
+    """Whether the interval contains the true ratio, 1."""
     low, high = result.interval or (0, 0)
     return low <= 1 <= high
 
@@ -64,7 +64,7 @@ def is_called(result: Result) -> bool:
 
 
 def drifting(rng: Rng, in_turn: bool) -> Result:
-    """Equal programs in turn, A B, B A, A B and so on, or all of BASE before all of TEST."""
+    """Equal programs that alternate (A B, B A, A B, ...), or all of BASE before all of TEST."""
     runs = level(rng, 12) + noise(rng, 12)
     if not in_turn:
         return judged(runs[:6], runs[6:])
@@ -72,7 +72,7 @@ def drifting(rng: Rng, in_turn: bool) -> Result:
 
 
 def a_false_call_among_24(rng: Rng) -> float:
-    """The share of calls that are false, where 6 of 24 cases are 10 % slower."""
+    """The share of significant cases that are false, if 6 of 24 cases are 10 % slower."""
     cases = []
     for number in range(24):
         base, test = noise(rng, 6), noise(rng, 6) + (0.1 if number < 6 else 0)
@@ -84,20 +84,21 @@ def a_false_call_among_24(rng: Rng) -> float:
 
 
 def decides(rng: Rng) -> bool:
-    """Whether 3 times the runs that the last line names decide, with a margin of 5 %."""
+    """Whether 3 times the number of runs in the last line are enough, with a margin of 5 %."""
     three = np.array([-NOISE, 0, NOISE])
     runs_needed = judged(three, three, margin=0.05).runs_needed or 0
     return equal(rng, 3 * runs_needed, margin=0.05).verdict != "undecided"
 
 
 def shows_smallest_change(rng: Rng) -> bool:
-    """Whether the change that 6 pairs of equal programs name is shown by 6 more pairs."""
+    """Whether the smallest change that 6 pairs of equal programs report is found by 6 more
+    pairs."""
     change = judged(np.zeros(6), noise(rng, 6), paired=True).smallest_change or 0
     return not holds(judged(np.zeros(6), np.log1p(change) + noise(rng, 6), paired=True))
 
 
 def race(rng: Rng, slow: float = 0, keep_levels: bool = False) -> set[str]:
-    """Which of 4 commands were called slower. keep_levels: each has a level of its own."""
+    """Which of 4 commands are called slower. keep_levels: each command has its own level."""
     looks = planned_looks(6, 24)
     machine = level(rng, 24)
     runs = [change + machine + noise(rng, 24) for change in (0, 0, 0, slow)]
@@ -118,7 +119,7 @@ def race(rng: Rng, slow: float = 0, keep_levels: bool = False) -> set[str]:
     return set(state.lost_to)
 
 
-# what is simulated | what is promised, and one simulation
+# what is simulated | promised rate -> one simulation
 CASES: dict[str, Callable[[Rng], float]] = {
     "the interval contains the true ratio | 95 %": lambda rng: holds(equal(rng)),
     "the same, if TEST varies 3 times as much | 95 %": lambda rng: holds(equal(rng, scale=3)),
@@ -140,7 +141,7 @@ CASES: dict[str, Callable[[Rng], float]] = {
 }
 
 
-# -- beside other programs -------------------------------------------------------------------------
+# -- under load ------------------------------------------------------------------------------------
 
 CORES, GAP_S, RUNS = 2, 0.3, 6
 BESIDE = {  # condition -> seconds on, seconds off, share of the cores while on
@@ -152,7 +153,7 @@ BESIDE = {  # condition -> seconds on, seconds off, share of the cores while on
 
 
 def load_between(condition: str, begin_s: float, end_s: float) -> float:
-    """The mean share of the cores that the other program uses."""
+    """The mean share of the cores that the other process uses."""
     on, off, share = BESIDE[condition]
 
     def on_until(at_s: float) -> float:
@@ -163,7 +164,7 @@ def load_between(condition: str, begin_s: float, end_s: float) -> float:
 
 
 def run_of(rng: Rng, condition: str, begin_s: float, change: float) -> tuple[Run, float]:
-    """A run and its end. A run that takes longer meets more of the other program."""
+    """A run and the time of its end. A longer run overlaps more with the other process."""
     alone_s = (1 + change) * float(np.exp(0.01 * rng.normal()))
     time_s = alone_s
     for _ in range(3):
@@ -177,7 +178,7 @@ def run_of(rng: Rng, condition: str, begin_s: float, change: float) -> tuple[Run
 
 
 def by_ab(rng: Rng, condition: str, change: float) -> Comparison:
-    """As ab.py --runs 6 does it: pairs in random order, up to 12 of them."""
+    """Like ab.py --runs 6: pairs in random order, up to 12 of them."""
     seed, now_s = int(rng.integers(2**32)), float(rng.uniform(0, 1000))
     runs: dict[str, list[Run]] = {"a": [], "b": []}
     design = Design(paired=True, runs=RUNS)
@@ -195,7 +196,7 @@ def by_ab(rng: Rng, condition: str, change: float) -> Comparison:
 
 
 def by_compare(rng: Rng, condition: str, change: float) -> Comparison:
-    """As compare.py does it with a stored baseline: six runs a side, at different times."""
+    """Like compare.py with a stored baseline: six runs a side at different times."""
     sides = []
     for slower in (0.0, change):
         side, now_s = list[Run](), float(rng.uniform(0, 1000))
@@ -209,7 +210,7 @@ def by_compare(rng: Rng, condition: str, change: float) -> Comparison:
 def beside(
     how: Callable[[Rng, str, float], Comparison], condition: str, change: float, count: int
 ) -> tuple[float, float, float]:
-    """Shares of comparisons: with a wrong verdict, without any, and that find the change."""
+    """Shares of comparisons with a wrong verdict, without a verdict, and that find the change."""
     rng = np.random.default_rng(0)
     verdicts = [how(rng, condition, change).cases[0].verdict for _ in range(count)]
     wrong = ("slower", "faster") if change == 0 else ("faster", "same")
@@ -221,7 +222,7 @@ def beside(
 
 
 def show_beside(count: int = 300) -> None:
-    """The table of docs/measuring.md."""
+    """Print the table of docs/measuring.md."""
     print(
         "| | ab.py: wrong | at most | no verdict | finds 3 % | 10 % | 30 % | compare.py: wrong |"
         " no verdict | finds 30 % |"
@@ -238,7 +239,7 @@ def show_beside(count: int = 300) -> None:
 
 
 def share(name: str, count: int) -> float:
-    """The mean over so many simulations."""
+    """The mean over `count` simulations."""
     rng = np.random.default_rng(0)
     return float(np.mean([CASES[name](rng) for _ in range(count)]))
 

@@ -1,14 +1,14 @@
-"""Runs a script with smaller sizes than it has on CUDA: smaller.py SCRIPT FLAGS...
+"""Run a script with smaller sizes than on CUDA: smaller.py SCRIPT FLAGS...
 
-Some sizes are no flags, and a CPU needs minutes for them: tests/test_cudalab.py starts these
-scripts so. Lines keep their numbers.
+Some sizes are not flags, and would take minutes on a CPU. tests/test_cudalab.py starts such scripts
+through this file. Line numbers do not change.
 """
 
 import sys
 from pathlib import Path
 
 WIDTH = {"else 8192": "else 64"}
-SIZES: dict[str, dict[str, str]] = {  # text of a script -> what replaces it
+SIZES: dict[str, dict[str, str]] = {  # text of a script -> replacement
     "node_check.py": {
         "n = 8192 if": "n = 128 if",
         "size = 2**29 if": "size = 2**20 if",

@@ -1,8 +1,8 @@
-"""Starts torchrun with torch imported already: a request in, pids and an exit status out.
+"""Start torchrun with torch already imported: reads requests, prints PIDs and exit statuses.
 
-Importing torch takes longer than what most tests measure, in the agent and in every rank. This
-process does it once and forks: each command of a request and, by torchrun's own --start-method,
-the ranks. Tests that say `cold=True` start a command as a user does.
+Importing torch in the agent and in every rank takes longer than most tests. This process imports it
+once and forks each command of a request; torchrun's --start-method then forks the ranks. Tests with
+`cold=True` start commands as a user does.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.launcher import api as launcher
 
-USED = (  # by the scripts; what a torch lacks is left to the script that asks for it
+USED = (  # by the scripts; a missing module is reported by the script that needs it
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
@@ -39,10 +39,10 @@ USED = (  # by the scripts; what a torch lacks is left to the script that asks f
 
 
 def run_script(script: str, *flags: str) -> None:
-    """As `python script flags`; an exit status of 0 is a return, as the agent wants it."""
+    """Like `python script flags`, but an exit status of 0 is a return, as the agent expects."""
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).parent)
-    if "RANK" in os.environ:  # /proc still shows the environment that this file was started with
+    if "RANK" in os.environ:  # /proc shows only the environment at the start of this file
         Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     try:
         runpy.run_path(script, run_name="__main__")
@@ -51,14 +51,14 @@ def run_script(script: str, *flags: str) -> None:
             raise
     finally:
         if cli := sys.modules.get("common.cli"):
-            atexit.unregister(cli.leave)  # the agent waits for what this function returns
-        atexit._run_exitfuncs()  # multiprocessing's children leave them out
+            atexit.unregister(cli.leave)  # the agent waits for the return value of this function
+        atexit._run_exitfuncs()  # children of multiprocessing skip them
         if sys.stdout:
             sys.stdout.flush()
 
 
 def status_of(work: Callable[[], None]) -> int:
-    """The exit status that python would leave with."""
+    """The exit status that python would have."""
     try:
         work()
     except SystemExit as end:
@@ -72,7 +72,7 @@ def status_of(work: Callable[[], None]) -> int:
 
 
 def start(number: int, request: dict[str, Any]) -> int:
-    """Run the number-th command of a request, in a session of its own; its pid."""
+    """Run the number-th command of a request in a new session. Returns its PID."""
     if pid := os.fork():
         return pid
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -80,9 +80,9 @@ def start(number: int, request: dict[str, Any]) -> int:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environments"][number])
-    tempfile.tempdir = None  # TMPDIR is what the request says, not what this process had
+    tempfile.tempdir = None  # TMPDIR is that of the request
     for place, name in enumerate((os.devnull, *request["files"][number])):
-        # NOCTTY: a terminal that ends must not send SIGHUP to this session
+        # NOCTTY: a closed terminal must not send SIGHUP to this session
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY), place)
     _, *words = request["commands"][number]
     work = partial(run_script, *words)
@@ -92,7 +92,7 @@ def start(number: int, request: dict[str, Any]) -> int:
 
 
 def without_gpus(function: Callable[..., None]) -> Callable[..., None]:
-    """The function, which meanwhile sees no accelerator."""
+    """The function, during which torch sees no accelerator."""
 
     def call(*args: Any) -> None:
         real, torch.accelerator.is_available = torch.accelerator.is_available, lambda: False
@@ -106,13 +106,13 @@ def main() -> None:
     for name in USED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # torch's own leaves by SystemExit, and the agent would wait for its answer
+    # torch's own function ends with SystemExit, and the agent would wait for its result
     torchrun.run_script_path = run_script  # type: ignore[assignment]
-    # the agent would count GPUs, after which CUDA cannot be used in a process that it forks
+    # the agent would count GPUs, after which CUDA cannot be used in forked processes
     config: Any = launcher.LaunchConfig
     config.__post_init__ = without_gpus(config.__post_init__)
-    api.logger.exception = api.logger.error  # type: ignore[method-assign]  # as of a subprocess
-    # what is imported is no garbage: the scripts look for some after each case
+    api.logger.exception = api.logger.error  # type: ignore[method-assign]  # like for a subprocess
+    # so that collections in the scripts need not visit imported objects
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
@@ -121,7 +121,7 @@ def main() -> None:
         print(*pids, file=answers)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(next((status for status in statuses if status), 0), file=answers)
-    gc.unfreeze()  # or nanobind speaks of leaks
+    gc.unfreeze()  # otherwise nanobind reports leaks
 
 
 if __name__ == "__main__":

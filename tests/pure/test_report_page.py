@@ -146,8 +146,8 @@ def test_an_unknown_script(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *lines, benchmark="from_mars")
     assert [figure.get_label() for figure in draw(load([path]))] == ["Time, resnet18"]
     _, (summary, section, _) = sections_of([path])
-    # the interval of 12 samples of x is the third to the tenth of the sorted values; y already has a
-    # metric of its step
+    # the interval of 12 samples of x is the third to the tenth of the sorted values; y already has
+    # a metric of its step
     assert rows_of(section) == [
         ["case", "step (ms)", "alone (ms)", "step p90 (ms)"],
         ["x", "200 (100 to 300)", "100", "-"],

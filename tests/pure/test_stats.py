@@ -23,8 +23,8 @@ def test_percentiles_and_p99_from_100_samples_on() -> None:
 def test_autocorrelation_time() -> None:
     for independent in ([1, 2, 3], [5.0] * 50, [1, -1] * 50):  # too few; equal; at least 1
         assert stats.autocorrelation_time(independent) == 1
-    # x = -1.5 -0.5 0.5 1.5 with sum of squares 5: the pair of lags 0 and 1 is (5 + 1.25) / 5 = 1.25,
-    # and the loop ends at lag n // 2 - 1 = 1, so tau = -1 + 2 * 1.25
+    # x = -1.5 -0.5 0.5 1.5 with sum of squares 5: lags 0 and 1 have (5 + 1.25) / 5 = 1.25, and the
+    # loop ends at lag n // 2 - 1 = 1, so tau = -1 + 2 * 1.25
     assert stats.autocorrelation_time([1, 2, 3, 4]) == pytest.approx(1.5)
 
 
