@@ -30,9 +30,7 @@ def ddp_sweep(group: dist.ProcessGroup, rank: int, name: str, samples: int, pixe
     model = torchvision.models.get_model(name)
     target = torch.randint(1000, (samples,))
     images = torch.rand(samples, 3, pixels, pixels)
-    known = inspect.signature(
-        DistributedDataParallel
-    ).parameters  # older versions of torch use another name
+    known = inspect.signature(DistributedDataParallel).parameters  # an older torch has another name
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     settings: dict[str, Any] = {"process_group": group, buffers: False}
     replica = DistributedDataParallel(model, **settings)

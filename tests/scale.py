@@ -117,9 +117,7 @@ def row_of(ranks: int, seconds: dict[str, list[float]]) -> dict[str, str]:
 
 def main() -> int:
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most_files, most_files)
-    )  # each pair of ranks needs a socket
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a socket for each pair
     torch.set_num_threads(1)
     gc.freeze()  # a collection would write to memory that the ranks share
     rows = []

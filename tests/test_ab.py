@@ -1,4 +1,4 @@
-"""analysis/ab.py --interleave with real runs: its pipes and common/benchmark.py's turns."""
+"""analysis/ab.py --interleave with real runs: its pipes, and turns in common/benchmark.py."""
 
 import shlex
 import subprocess
@@ -10,21 +10,22 @@ import pytest
 from common.report import load
 from tests.process import ROOT, environment
 
-# groups of one rank each, by whatever number of ranks: all of them have the same cases
+# groups of one rank each, so that the cases do not depend on the number of ranks
 SWEEP = "benchmarks/collectives.py -b 64 -e 64 -n 4 --cache-warm --iters 24 --device cpu"
 SWEEP += " --groups cross --collective"
 
 
 @pytest.mark.smoke
-def test_two_runs_take_turns(tmp_path: Path) -> None:
-    """One of two ranks and one of a single process: another world size, and a case less."""
+def test_two_runs_are_interleaved(tmp_path: Path) -> None:
+    """A run of two ranks and a run of a single process with another world size and one case
+    less."""
     python = shlex.quote(sys.executable)
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2", "--max-runs", "2"]
     command += ["--ignore-key", "world_size,ranks", "--out", str(tmp_path)]
     command += ["--a", f"{torchrun} {SWEEP} all_reduce,broadcast"]
     command += ["--b", f"{python} {SWEEP} all_reduce"]
-    # a thread a rank: on a full machine two threads wait for each other
+    # one thread per rank: on a busy machine two threads wait for each other
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=500
     )

@@ -1,4 +1,4 @@
-"""What a run says around its tables, as a user starts it."""
+"""The lines before and after the tables of a run, dry runs, and progress on a terminal."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ import pytest
 
 from tests.process import command_of, environment
 
-FEW = ("-b", "64", "-e", "64", "--device", "cpu")  # a case of collectives
+FEW = ("-b", "64", "-e", "64", "--device", "cpu")  # one case of collectives.py
 pytestmark = pytest.mark.smoke
 
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.smoke
 def test_a_dry_run_lists_the_cases_of_the_job(
     script: str, bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks of it end with status 0; it leaves nothing behind."""
+    """All ranks end with status 0, and no file is left."""
     monkeypatch.chdir(tmp_path)
     run = bench(f"benchmarks/{script}.py", "--device", "cpu", "--dry-run", ranks=4)
     assert run.status == 0, run.err
@@ -34,7 +34,7 @@ def test_a_dry_run_lists_the_cases_of_the_job(
     assert {path.name for path in tmp_path.rglob("*")} == {"a folder", "run0", "out0", "err0"}
 
 
-def test_a_report_on_stdout_is_json_alone(bench: Callable[..., Any]) -> None:
+def test_a_report_on_stdout_is_only_json(bench: Callable[..., Any]) -> None:
     run = bench("benchmarks/collectives.py", *FEW, "--json", "-", json=False)
     assert run.status == 0, run.err
     _, case, end = map(json.loads, run.out.splitlines())
@@ -43,8 +43,9 @@ def test_a_report_on_stdout_is_json_alone(bench: Callable[..., Any]) -> None:
     assert "Out of bounds values : 0 OK" in run.err
 
 
-def test_the_last_lines_lead_on_and_a_dry_run_resumes(bench: Callable[..., Any]) -> None:
-    """The second run moves the report of the first. A dry run says what --resume would measure."""
+def test_the_last_lines_suggest_commands_and_a_dry_run_resumes(bench: Callable[..., Any]) -> None:
+    """The second run moves the report of the first. A dry run lists the cases that --resume would
+    measure."""
     bench("benchmarks/collectives.py", *FEW)
     run = bench("benchmarks/collectives.py", *FEW)
     last = r"\n# report .*report\.jsonl; python .*\.bak; python .*\n# elapsed \d.*\n"
@@ -56,11 +57,11 @@ def test_the_last_lines_lead_on_and_a_dry_run_resumes(bench: Callable[..., Any])
     assert planned.status == 0, planned.err
     case = "\n  all_reduce float32 sum, 128 bytes\n"
     assert planned.out.endswith(f"{case}\n# 1 case; nothing was measured\n")
-    assert planned.report.status == "complete"  # it is as it was
+    assert planned.report.status == "complete"  # it was not changed
 
 
-def test_a_terminal_shows_the_case_and_the_time_left() -> None:
-    """stderr is a terminal of 200 columns; stdout is a pipe, and has nothing of it."""
+def test_a_terminal_shows_the_case_and_the_remaining_time() -> None:
+    """stderr is a terminal of 200 columns. stdout is a pipe without progress lines."""
     (command,) = command_of("benchmarks/collectives.py", "-b", "64", "-e", "128", ranks=0)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (50, 200))

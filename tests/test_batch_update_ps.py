@@ -1,4 +1,4 @@
-"""batch_update_ps.py as its user runs it, its faults, its formulas by hand."""
+"""batch_update_ps.py under torchrun, its faults, and its formulas."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ smoke, faults = pytest.mark.smoke, pytest.mark.faults
 
 @smoke
 def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
-    """Rank 1 sets its first case up 12 s longer than the others: no gradient is late."""
+    """Rank 1 needs 12 s longer to set up its first case. This does not count as a late gradient."""
     flags = ("--batch-update-size", "2", "--log-updates", "--straggler-timeout", "10")
     run = bench(SCRIPT, *SHORT, *flags, ranks=4, inject="slow-optimizer")
     assert run.status == 0, run.err
@@ -30,7 +30,7 @@ def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
             assert 1 <= len(update["trainers"]) <= 2
             assert sorted(update["came_s"]) == update["came_s"]
             assert update["came_s"][-1] <= update["updated_s"]
-        # 3 trainers: 20 checked steps, 1 of warm-up, 12 timed ones and one before each block
+        # 3 trainers with 20 checked steps, 1 of warm-up, 12 timed ones and one before each block
         assert sum(len(update["trainers"]) for update in log) >= 3 * (20 + 1 + 12)
         assert f"log of {case.name}, {len(log)} of {len(log)} updates; seconds of the s" in run.out
 
@@ -55,7 +55,7 @@ def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Callable[...
 
 @faults
 def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
-    """Its 150th call comes after the check, which makes 40 of two trainers."""
+    """Its 150th call is after the check, which makes 40 calls from two trainers."""
     flags = ("--iters", "1000", "--timeout", "6", "--straggler-timeout", "60")
     run = bench(SCRIPT, *SHORT, *flags, ranks=3, inject="callee-stops")
     assert run.status != 0
@@ -66,7 +66,8 @@ def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
 
 
 def test_rates_by_hand() -> None:
-    """Blocks of two steps: max(1 + 1, 1.5 + 1.5) + max(2 + 2, 1 + 1) = 7 s for 8 gradients."""
+    """Two blocks of two steps take max(1 + 1, 1.5 + 1.5) + max(2 + 2, 1 + 1) = 7 s for 8
+    gradients."""
     steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
     key = {"in_features": 9, "out_features": 10}
     case = Case(key=key, ranks=[0, 1], samples_s={"step": steps}, rounds=[2, 2])
@@ -75,7 +76,7 @@ def test_rates_by_hand() -> None:
     facts: list[dict[str, Any]] = [{"wrong": None, "sent": 6, "updates": updates} for _ in range(2)]
     batch_update_ps.derive(case, times, facts)
     m = case.metrics
-    assert m["step_s"].value == 1.5  # trainer 0's
+    assert m["step_s"].value == 1.5  # of trainer 0
     assert m["latency_s"].value == m["latency_p95_s"] == 0.75
     assert m["gradients_per_s"].value == pytest.approx(8 / 7)
     assert m["gradients_per_update"] == pytest.approx(12 / 7)

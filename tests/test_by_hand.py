@@ -1,4 +1,5 @@
-"""Ranks without torchrun, as srun, mpirun and people start them: how they meet, and who listens."""
+"""Ranks started without torchrun, as by srun, mpirun or by hand: rendezvous and listening
+sockets."""
 
 import contextlib
 import socket
@@ -15,9 +16,9 @@ from tests.process import ROOT, Process, Warm, environment, free_port
 pytestmark = pytest.mark.smoke
 
 COLLECTIVES = "benchmarks/collectives.py -b 8 -e 64 --cache-warm"
-# all that listen
+# all channels and transports that listen
 RPC = "benchmarks/rpc_latency.py --sizes 8,64 --rpc-channels mpt_uv,basic --rpc-transports auto"
-# torch's own processes for this mode meet at MASTER_ADDR
+# the processes of torch for this mode rendezvous at MASTER_ADDR
 CHECKPOINT = "benchmarks/checkpoint_sweep.py --modes async-process --iters 1 --model decoder-nano"
 
 
@@ -45,10 +46,11 @@ def by_hand(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 @pytest.mark.parametrize(
     ("command", "local"), [(COLLECTIVES, False), (RPC, True), (CHECKPOINT, True)]
 )
-def test_nobody_listens_beyond_loopback(
+def test_no_process_listens_beyond_loopback(
     by_hand: Callable[..., Process], tmp_path: Path, command: str, local: bool
 ) -> None:
-    """Also where MASTER_ADDR leads elsewhere, if LOCAL_WORLD_SIZE says that all are here."""
+    """Even if MASTER_ADDR is another address, if LOCAL_WORLD_SIZE shows that all ranks are
+    local."""
     report = tmp_path / "report.jsonl"
     variables = {"MASTER_ADDR": socket.gethostname(), "LOCAL_WORLD_SIZE": "2"} if local else {}
     command += f" --json {report} --max-seconds 1 --target-ci 0.01% --warmup-iters 1"
@@ -63,7 +65,7 @@ def test_nobody_listens_beyond_loopback(
         return report.exists() and report.read_text().count("\n") > 1
 
     process.until(look, 120)
-    assert seen  # the looking finds what there is
+    assert seen  # listening sockets are found
     assert seen <= {"127.0.0.1", "::1"}
     assert process.wait(120) == 0, process.err
     done = load(str(report))
@@ -71,10 +73,10 @@ def test_nobody_listens_beyond_loopback(
     assert [rank["local_rank"] for rank in done.environment["ranks"]] == [0, 1]
 
 
-def test_ranks_with_other_arguments_are_refused(by_hand: Callable[..., Process]) -> None:
+def test_ranks_with_different_arguments_are_refused(by_hand: Callable[..., Process]) -> None:
     process = by_hand(COLLECTIVES, f"{COLLECTIVES} --max-seconds 7")
     assert process.wait(120) == 2
     first, *others = process.err.splitlines()
     what = "collectives.py: error: expected the same arguments on all ranks, got `"
     assert first.startswith(what)
-    assert all(line.startswith(what) for line in others)  # without torchrun each rank says so
+    assert all(line.startswith(what) for line in others)  # without torchrun each rank prints it

@@ -1,4 +1,4 @@
-"""checkpoint_sweep.py as its user runs it, and with a disk, a writer and a rank that fail it."""
+"""checkpoint_sweep.py under torchrun, and with a full disk, a slow writer and a killed rank."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 SCRIPT = "benchmarks/checkpoint_sweep.py"
 SMALL = ("--model", "decoder-nano", "--warmup-iters", "1", "--iters", "1")
-# of decoder-nano: weights, and AdamW's two moments; each rank writes a part of each
+# of decoder-nano: weights and two moments of AdamW; each rank writes a part of each
 TENSORS, PARAMETERS = 35 * 3, 229_952
 faults = pytest.mark.faults
 
 
 @pytest.mark.smoke
 def test_both_strategies_on_two_storages(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """The other modes are in the faults below; test_by_hand.py runs async-process."""
+    """Other modes are used in the tests of faults below and in test_by_hand.py (async-process)."""
     disk = tmp_path / "disk"
     flags = ("--strategy", "fsdp2,ddp", "--modes", "torch.save,async-thread", "--every", "60")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
@@ -34,7 +34,7 @@ def test_both_strategies_on_two_storages(bench: Callable[..., Any], tmp_path: Pa
         assert case.check == "passed"
         assert 0 < m["blocked_s"].value <= m["upload_s"].value
         assert m["cost"].value == pytest.approx(m["stall_s"].value / 60)
-        assert m["state_bytes"] == pytest.approx(12 * PARAMETERS, rel=1e-3)  # and the step counters
+        assert m["state_bytes"] == pytest.approx(12 * PARAMETERS, rel=1e-3)  # plus step counters
         assert (m["stall_s"] == m["blocked_s"]) == (case.name == "torch.save")
         ways = ["torch.load on each rank", "torch.load on rank 0"]
         assert [row["way"] for row in m["loads"]] == (
@@ -53,7 +53,7 @@ def test_both_strategies_on_two_storages(bench: Callable[..., Any], tmp_path: Pa
 
 @faults
 def test_a_slow_writer_and_a_wrong_load(bench: Callable[..., Any]) -> None:
-    """An upload goes on after the call. A wrong load fails its case and no other."""
+    """An upload continues after the call. A wrong load fails only its case."""
     flags = ("--modes", "dcp.save,async-thread,torch.save")
     run = bench(SCRIPT, *SMALL, *flags, inject="slow-writer,wrong-load")
     assert run.status == 1
@@ -67,22 +67,20 @@ def test_a_slow_writer_and_a_wrong_load(bench: Callable[..., Any]) -> None:
 
 
 @faults
-def test_a_disk_that_is_full_in_the_middle_of_a_save(
-    bench: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_disk_that_fills_up_during_a_save(bench: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     modes = ("--modes", "dcp.save,async-thread,torch.save")
     run = bench(SCRIPT, *SMALL, *modes, "--paths", str(path), inject="disk-fills")
     assert run.status == 1
     *full, whole = [case.check for case in run.report.cases]
-    for check in full:  # the disk of rank 1 stays as it is
+    for check in full:  # the disk of rank 1 remains full
         assert "the checkpoint failed on rank 1: [Errno 27] File too large" in check
     assert whole == "passed"
     assert list(path.iterdir()) == []
 
 
 @faults
-def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(
+def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
     path, left = tmp_path / "checkpoints", tmp_path / "left"
@@ -99,14 +97,14 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(
 
 
 @faults
-def test_ctrl_c_beside_a_process_that_saves(start: Callable[..., Any], tmp_path: Path) -> None:
-    """The folders go, and no process is left. test_input_sweep.py kills all ranks."""
+def test_ctrl_c_while_another_process_saves(start: Callable[..., Any], tmp_path: Path) -> None:
+    """Folders are removed and no process is left. test_input_sweep.py kills all ranks."""
     path = tmp_path / "checkpoints"
     flags = ("--modes", "async-process", "--iters", "1000", "--paths", str(path))
     process = start(SCRIPT, *SMALL, *flags)
     process.until(lambda: [*path.glob("*/fsdp2-async-process/1/.metadata")])
     family = process.tree()
-    assert len(family) > 4  # torchrun, two ranks, and a process that saves beside each of them
+    assert len(family) > 4  # torchrun, two ranks, and a process that saves for each of them
     os.kill(process.parts[0].pid, signal.SIGINT)
     assert process.wait(60) != 0
     process.until(lambda: not [*path.iterdir()])

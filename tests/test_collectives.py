@@ -1,4 +1,4 @@
-"""collectives.py as its user runs it; tests/pure/test_collectives.py has its arithmetic."""
+"""collectives.py under torchrun. tests/pure/test_collectives.py tests its arithmetic."""
 
 import re
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def test_groups_a_limit_and_a_lower_bound(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_too_large_a_size(bench: Callable[..., Any]) -> None:
+def test_a_size_that_does_not_fit(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, "-e", "64T", ranks=0)
     assert run.status == 2
     assert "lower -e" in run.err
@@ -68,7 +68,7 @@ def test_too_large_a_size(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 def test_one_wrong_value_is_counted_in_every_operation(bench: Callable[..., Any]) -> None:
-    """In each call, in place and out of place. Rank 1 is the root, it receives."""
+    """In each call, in place and out of place. Rank 1 is the root, so that it receives."""
     flags = ("--collective", "all", "-d", "bfloat16", "-r", "1")
     run = bench(SCRIPT, *SHORT, *flags, inject="one-wrong-value")
     assert run.status == 1
@@ -93,8 +93,8 @@ BESIDE = ("-b", "1K", "-e", "1K", "-w", "1", "--iters", "6", "--beside")
 
 
 @pytest.mark.smoke
-def test_two_collectives_at_once(bench: Callable[..., Any]) -> None:
-    """Each alone and both together, in turns within a case; all operations beside each other."""
+def test_two_concurrent_collectives(bench: Callable[..., Any]) -> None:
+    """Each alone and both together, interleaved within a case, for all operations."""
     names = [name for name in OPERATIONS if name != "sendrecv"]
     run = bench(SCRIPT, *BESIDE, "all_to_all:4K", "--collective", ",".join(names), ranks=3)
     assert run.status == 0, run.err

@@ -1,4 +1,4 @@
-"""compile_sweep.py as its user runs it, its faults, and its numbers by hand."""
+"""compile_sweep.py under torchrun, its faults, and its arithmetic."""
 
 import gzip
 import importlib.util
@@ -47,8 +47,9 @@ def test_ones_own_model_by_every_strategy(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-def test_strategies_in_turns(bench: Callable[..., Any]) -> None:
-    """A replica of one's own model for each strategy; the rows come again from the report."""
+def test_interleaved_strategies(bench: Callable[..., Any]) -> None:
+    """A replica of a user's model for each strategy. A resumed run prints the rows from the
+    report."""
     flags = "--model tests.own_models:gpt --interleave --strategies ddp,fsdp2 "
     flags += "--backends eager,aot_eager --iters 12 -w 1"
     run = bench(SCRIPT, *flags.split(), ranks=2)
@@ -75,7 +76,7 @@ def test_strategies_in_turns(bench: Callable[..., Any]) -> None:
 
 
 def save_module(name: str, folder: Path, page: Path = ROOT / "docs" / "compile_sweep.md") -> None:
-    """Save the module of this name that a page has, such as hf.py."""
+    """Save the module of this name, such as hf.py, from the code block of a page."""
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if f"  # {name}" in block.partition("\n")[0]]
     (folder / name).write_text(block)
@@ -94,7 +95,7 @@ def test_models_of_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the page has them, but smaller. BertLayer and T5Block are the source's units."""
+    """The models of the page, but smaller. The source program wraps BertLayer and T5Block."""
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
     save_module("hf.py", tmp_path)
@@ -116,7 +117,7 @@ def test_models_of_transformers(
 def test_the_gpt_2_of_readme(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In at most 12 lines, by both scripts, with small parameters. DDP and FSDP2 are compared."""
+    """With both scripts and small parameters. DDP and FSDP2 are compared."""
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
     save_module("mine.py", tmp_path, ROOT / "README.md")
@@ -164,7 +165,7 @@ class Logits(torch.nn.Module):
 def test_a_model_of_torchbench(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's tb.py with a stand-in that has torchbench's interface."""
+    """tb.py of the page, with a stand-in that has the interface of torchbench."""
     package = tmp_path / "torchbenchmark" / "models" / "hf_Tiny"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
@@ -190,7 +191,7 @@ def test_a_model_of_torchbench(
 def test_graphs_as_the_source_printed_them(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TORCH_LOGS in place of `--dynamo print`: the graph and its parts at DDP's buckets."""
+    """TORCH_LOGS instead of `--dynamo print`: the graph, and its parts at the buckets of DDP."""
     flags = ("--ddp", "--dynamo", "aot_eager", "--iters", "1", "--profile")
     monkeypatch.chdir(tmp_path)
     run = bench(SCRIPT, *flags, cold=True, TORCH_LOGS="graph_code,ddp_graphs")
@@ -215,7 +216,7 @@ def test_the_graph_of_autograd_by_torchviz(
 
 @smoke
 def test_a_model_without_layers_in_lists_is_one_unit(bench: Callable[..., Any]) -> None:
-    """The title says what FSDP wraps, and a line that there is nothing of it."""
+    """The title shows what FSDP should wrap, and a line that the model has no such modules."""
     flags = ("--model", "tests.own_models:noisy", "--strategies", "ddp,fsdp2", "--iters", "1")
     run = bench(SCRIPT, *flags, "--backends", "eager")
     assert run.status == 0, run.err
@@ -267,14 +268,14 @@ def test_gradients_that_are_not_averaged(bench: Callable[..., Any]) -> None:
 @faults
 def test_a_compiler_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, "--strategies", "ddp", ranks=2, inject="compiler-fails")
-    assert run.status == 1  # torchrun's, for the scripts' 2
+    assert run.status == 1  # of torchrun; the scripts end with 2
     said = "inductor cannot compile x * x on rank 1: InvalidCxxCompiler: No working C++ compiler"
     assert said in run.err
 
 
 def test_numbers_by_hand() -> None:
     """12 rounds of two ranks with a batch of 8. The slower rank takes 20 ms eager and 15 ms
-    compiled, of which 5 ms are the optimizer's; one step without it takes 22 ms in place of 10."""
+    compiled, including 5 ms for the optimizer. One step without it takes 22 ms instead of 10 ms."""
     samples = {"step": [[0.015] * 12, [0.007] * 12], "eager": [[0.020] * 12, [0.007] * 12]}
     samples["forward+backward"] = [[0.010] * 11 + [0.022]] * 2
     costs = {"first_steps_s": 4.06, "start_s": 1.0}
@@ -284,7 +285,7 @@ def test_numbers_by_hand() -> None:
     compile_sweep.derive(case, Times(samples, [1] * 12), facts)
     m = case.metrics
     assert m["samples_per_s"].value == pytest.approx(16 / 0.015)
-    # the geometric mean of eleven times 10 ms and once 22 ms
+    # the geometric mean of 10 ms, eleven times, and 22 ms
     assert m["forward_backward_s"].value == pytest.approx(0.010 * 2.2 ** (1 / 12))
     assert m["forward_backward_mean_s"] == pytest.approx(0.011)  # (11 * 10 + 22) / 12 ms
     assert m["vs_eager"].value == pytest.approx(20 / 15)
@@ -327,7 +328,7 @@ COSTS = {
 
 
 def interleaved(rounds: int = 12, **steps_s: list[float]) -> Case:
-    """An interleaved case of one rank: the seconds of the settings in each round."""
+    """An interleaved case of one rank. steps_s: seconds of each setting in each round."""
     labels = [label.replace("_", " ") for label in steps_s]
     key: Any = {"model": "m", "dtype": "fp32", "batch_size": 8, "settings": ", ".join(labels)}
     key |= {"fsdp_wrap": False, "device": "cpu"}
@@ -339,13 +340,13 @@ def interleaved(rounds: int = 12, **steps_s: list[float]) -> Case:
     return case
 
 
-def test_settings_in_turns_by_hand() -> None:
-    """Steps of 20 ms under DDP and of 25 ms under FSDP2, whatever the machine does: in every other
-    round both take twice as long. The ratio of each round is 0.8."""
+def test_interleaved_settings_by_hand() -> None:
+    """Steps take 20 ms under DDP and 25 ms under FSDP2, and twice as long in every other round. The
+    ratio of each round is 0.8."""
     case = interleaved(ddp_eager=[0.02, 0.04], fsdp2_eager=[0.025, 0.05])
     m = case.metrics
     assert m["fsdp2 eager speed"].value == pytest.approx(0.8)
-    assert m["fsdp2 eager speed"].low == pytest.approx(0.8)  # no round says otherwise
+    assert m["fsdp2 eager speed"].low == pytest.approx(0.8)  # the same in all rounds
     assert m["step_s"].value == pytest.approx(0.02 * 2**0.5)
     assert m["fsdp2 eager step_s"].value == pytest.approx(0.025 * 2**0.5)
     assert m["fsdp2 eager samples_per_s"].value == pytest.approx(8 / (0.025 * 2**0.5))
@@ -357,7 +358,7 @@ def test_settings_in_turns_by_hand() -> None:
         m["fsdp2 eager step_s"],
     )
     assert "speed" not in first.metrics
-    assert "memory_gib" not in first.metrics | second.metrics  # it is that of both replicas
+    assert "memory_gib" not in first.metrics | second.metrics  # it would be that of both replicas
     told = "m, fp32: fsdp2 eager is 0.80 times (0.80 to 0.80) as fast as ddp eager"
     assert compile_sweep.answer([first, second]) == [told]
 
@@ -390,11 +391,11 @@ def test_a_replica_that_fails_its_check_is_named() -> None:
 
 
 def test_the_plan_of_an_interleaved_case() -> None:
-    """One case of a table, with the settings as one string; the key of each setting is that of a
-    case of its own."""
+    """A table has one case with the settings as a string. The key of each setting is that of a
+    separate case."""
     flags = "--device cpu --interleave --backends eager,aot_eager --fsdp-wrap-classes Block"
     args = compile_sweep.parse_args(flags.split())
-    assert args.strategies == ["ddp", "fsdp2"]  # none uses one rank
+    assert args.strategies == ["ddp", "fsdp2"]  # without `none`, which uses one rank
     job: Any = Namespace(world_size=2, device=CPU)
     (((name, ranks, key),),) = compile_sweep.plan(args, job, {}).values()
     labels = "ddp eager, ddp aot_eager, fsdp2 eager, fsdp2 aot_eager"
@@ -416,8 +417,8 @@ def test_the_plan_of_an_interleaved_case() -> None:
         (3, "--no-fsdp-wrap", "FSDP in one unit"),
     ],
 )
-def test_the_title_says_what_fsdp_wraps(units: int | None, flags: str, words: str) -> None:
-    """One's own model may name its units."""
+def test_the_title_shows_what_fsdp_wraps(units: int | None, flags: str, words: str) -> None:
+    """A user's model may name its FSDP units."""
     args = compile_sweep.parse_args(["--model", "a:b", "--device", "cpu", *flags.split()])
     trial = own_model.Trial(6, [], units)
     title = compile_sweep.title_of(args, "a:b", trial, "fp32", CPU)
@@ -425,11 +426,11 @@ def test_the_title_says_what_fsdp_wraps(units: int | None, flags: str, words: st
 
 
 def test_one_process_alone() -> None:
-    """What a rank's losses are compared with, and why there may be nothing."""
+    """The reference for the losses of a rank, or the reason why there is none."""
     made = compile_sweep.create("toy-small", 4, 8, CPU)
     reference = compile_sweep.reference_of(made, "fp32", 10)
     assert isinstance(reference, Reference)
-    assert [len(row) for row in reference.losses] == [8] * 3  # ranks 8 and 9 share those of 0 and 1
+    assert [len(row) for row in reference.losses] == [8] * 3  # ranks 8 and 9 use those of 0 and 1
     means = [sum(row) / 8 for row in reference.losses]
     assert means[0] - means[2] > compile_sweep.TOLERANCES["fp32"] * means[0]
     key = {"dtype": "fp32", "compiler": "inductor"}
@@ -445,10 +446,10 @@ def test_one_process_alone() -> None:
     assert why == "the model draws random numbers, such as those of dropout"
 
 
-def test_ones_own_optimizer_and_units() -> None:
-    """The reference trains with the function's optimizer. The loss is the sum of 3 outputs of 4
-    weights, of ones: each weight has the gradient 3, so a step of SGD at lr 0.5 lowers the loss by
-    0.5 * 3 * 3 * 4. The units come inner ones first."""
+def test_optimizer_and_units_of_a_users_model() -> None:
+    """The reference trains with the optimizer of the function. The loss is the sum of 3 outputs of
+    4 weights for inputs of ones: each weight has a gradient of 3, so a step of SGD at lr 0.5
+    reduces the loss by 0.5 * 3 * 3 * 4. Inner units come first."""
     made = compile_sweep.create("tests.own_models:everything", 0, 1, CPU)
     reference = compile_sweep.reference_of(made, "fp32", 1)
     assert isinstance(reference, Reference)
@@ -459,8 +460,8 @@ def test_ones_own_optimizer_and_units() -> None:
     assert (type(outer), type(inner)) == (nn.Sequential, nn.Linear)
 
 
-def test_units_are_the_layers_of_lists_inner_ones_first() -> None:
-    """The list of a T5, the dict of torchtitan; not a dict of unlike parts, as nanoGPT has."""
+def test_units_are_the_layers_in_lists_inner_layers_first() -> None:
+    """Lists as in T5 and dicts as in torchtitan, but not dicts of different parts as in nanoGPT."""
     inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     layers = nn.ModuleDict({"0": nn.Sequential(inner), "1": nn.Sequential()})
     one = nn.ModuleList([nn.Linear(4, 4)])
@@ -480,7 +481,7 @@ def test_which_layers_fsdp_wraps_or_checkpoints() -> None:
     assert chosen() == {"Block"}
     assert chosen(fsdp_wrap_classes="Linear,LayerNorm") == {"Linear", "LayerNorm"}
     assert chosen(fsdp_wrap=False) == set()
-    assert chosen(fsdp_wrap=False, fsdp_checkpoint=True) == {"Block"}  # one unit, and recomputed
+    assert chosen(fsdp_wrap=False, fsdp_checkpoint=True) == {"Block"}  # in one unit
     with pytest.raises(ValueError, match="has no module 'Blok'; did you mean Block"):
         chosen(fsdp_wrap_classes="Blok")
     with pytest.raises(ValueError, match="--fsdp-checkpoint: the model has no layers in lists"):
@@ -488,7 +489,7 @@ def test_which_layers_fsdp_wraps_or_checkpoints() -> None:
 
 
 def test_checkpointed_layers_run_twice_and_have_the_same_gradients() -> None:
-    """Three blocks: three forward calls without, six with checkpoints. The root runs once."""
+    """Three blocks run three times without checkpoints and six times with them."""
     gradients: list[list[torch.Tensor]] = []
     calls: list[int] = []
     for with_checkpoints in (False, True):
@@ -518,7 +519,7 @@ def test_checkpointed_layers_run_twice_and_have_the_same_gradients() -> None:
     ("flags", "strategies", "wrap"),
     [
         ("", ["none", "ddp", "fsdp2"], True),
-        ("--fsdp", ["fsdp1"], False),  # as in the source
+        ("--fsdp", ["fsdp1"], False),  # as in the source program
         ("--fsdp --fsdp_wrap", ["fsdp1"], True),
         ("--fsdp --fsdp-wrap-classes BertLayer", ["fsdp1"], True),
         ("--strategies fsdp1", ["fsdp1"], True),
@@ -535,8 +536,8 @@ def test_what_fsdp_means(flags: str, strategies: list[str], wrap: bool) -> None:
     }
 
 
-def test_the_tenth_backend_is_started_as_the_first_one() -> None:
-    """Dynamo compiles a function for eight backends, then no more."""
+def test_more_than_eight_backends_are_started() -> None:
+    """Dynamo compiles a function for at most eight backends."""
     started: list[Any] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:

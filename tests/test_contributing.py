@@ -1,4 +1,4 @@
-"""The script of CONTRIBUTING.md, which newcomers copy, works as it stands there."""
+"""The script in CONTRIBUTING.md works when it is copied."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ COMMAND = "    torchrun --nproc-per-node 2 benchmarks/x.py --sizes 64K,4M"
 
 
 def test_the_example_by_hand() -> None:
-    """Six rounds of one iteration: 3 s together, of which the matmul alone takes 2 s."""
+    """Six rounds of one iteration: both take 3 s, and the matmul alone takes 2 s."""
     names: dict[str, Any] = {"__name__": "x", "__file__": str(ROOT / "benchmarks" / "x.py")}
     exec(compile(EXAMPLE, "CONTRIBUTING.md", "exec"), names)
     seconds = {"step": [[3.0] * 6, [2.5] * 6], "compute": [[1.0] * 6, [2.0] * 6]}
@@ -36,7 +36,7 @@ def test_the_example_by_hand() -> None:
 def test_the_example_runs_and_breaks_no_other_test(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """In a copy of the project, with what CONTRIBUTING.md says comes with a script."""
+    """In a copy of the project, with the other files that CONTRIBUTING.md requires for a script."""
     checkout = tmp_path / "a checkout"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     (checkout / "benchmarks" / "x.py").write_text(EXAMPLE)
@@ -58,7 +58,7 @@ def test_the_example_runs_and_breaks_no_other_test(
         str(path) for path, text in sources.items() if "benchmarks" in text and "glob(" in text
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    # in test_refusals.py x.py has no row
+    # x.py has no row in test_refusals.py
     command += ["-k", "not every_command and not mistake"]
     quick = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=500)
     assert quick.returncode == 0, quick.stdout

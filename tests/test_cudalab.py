@@ -1,7 +1,7 @@
-"""CUDA and NCCL code on the stand-in of tests/cudalab (`make cudalab`).
+"""CUDA and NCCL code on tests/cudalab, which needs no GPU (`make cudalab`).
 
-ROWS has a command a row, and what it must do. Values are checked; times mean nothing there, so none
-is. Sizes are small, because the CPU computes. tests/gpu has what runs on a GPU.
+Each entry of ROWS is a command with its expected result. Values are checked, and times are not,
+because they mean nothing there. Sizes are small, because the CPU computes. tests/gpu runs on a GPU.
 """
 
 import inspect
@@ -23,12 +23,12 @@ from tests.smaller import SIZES
 
 pytestmark = pytest.mark.cudalab
 
-LIMIT_S = 500  # of a command; a quiet machine with 2 cores needs 2 to 30 s
+LIMIT_S = 500  # per command; a quiet machine with 2 cores needs 2 to 30 s
 INJECT, SMALLER = "tests/inject.py", "tests/smaller.py"
-ONE_GPU = "tests/gpu/share_gpu.py"  # each rank on GPU 0, as a host of its own
+ONE_GPU = "tests/gpu/share_gpu.py"  # all ranks on GPU 0, each as a separate host
 HAS_NCCL2 = hasattr(dist, "ProcessGroupNCCL2")
-# The values of TORCH_DIST_USE_NCCL2 that the rows run with: both if `nccl` means nccl2 unless the
-# variable is 0. Otherwise nccl2 has rows of its own.
+# TORCH_DIST_USE_NCCL2 in the rows: both values if `nccl` means nccl2 unless the variable is 0.
+# Otherwise nccl2 has separate rows.
 REGISTER: Any = getattr(distributed_c10d, "_register_builtin_nccl_backend", None)
 BY_DEFAULT = REGISTER and 'NCCL2") == "0"' in inspect.getsource(REGISTER)
 NCCL2 = ["1", "0"] if BY_DEFAULT else ["0"]
@@ -42,14 +42,14 @@ EXAMPLES = [
 
 @dataclass(frozen=True)
 class Row:
-    """A command and its result.
+    """A command and its expected result.
 
-    ranks: of a node. command: script and flags. status: one or several exit statuses that are
-    right. says: patterns of stdout and stderr. lacks: one that neither has. failed: a text in the
-    check of at least one case; all other cases pass, or are skipped. on_cpu: flags that let the
-    command run on the CPU over gloo, with the same values. contexts: how many CUDA contexts all
-    processes make; a process and GPU counts once; None: not counted. implementations: whether to
-    run it with each implementation of `nccl`.
+    ranks: per node. command: script and flags. status: valid exit statuses. says: patterns that
+    occur in stdout or stderr. lacks: a pattern that does not. failed: a text in the check of at
+    least one case; all other cases pass or are skipped. on_cpu: flags for a run on the CPU over
+    gloo, with the same values. contexts: number of CUDA contexts, one for each process and GPU;
+    None: not counted. implementations: whether to run the command with each implementation of
+    `nccl`.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Row:
 
 
 SHORT = "--iters 6 --warmup-iters 1"
-TWELVE = "--iters 12 --warmup-iters 1"  # tests/inject.py plants some faults in the twelfth step
+TWELVE = "--iters 12 --warmup-iters 1"  # tests/inject.py injects some faults in the twelfth step
 B = "benchmarks"
 CPU = "--device cpu"
 SERVERS = "--device cuda --server-device cuda"
@@ -82,14 +82,14 @@ CKPT = f"{B}/checkpoint_sweep.py --model decoder-nano --batch-size 2 --iters 1 -
 COMPILE = f"{B}/compile_sweep.py --models toy-small --batch-size 4 {SHORT}"
 INPUT = f"{B}/input_sweep.py --samples 16 --workers 1 --model mobilenet_v3_small --batch-size 4"
 INPUT += f" --image-size 32 {SHORT}"
-# a case ends after a second; the budget is so large that none is left out on a busy machine
+# a case ends after a second, and the budget is large enough for all cases on a busy machine
 NODE = f"{SMALLER} {B}/node_check.py --budget 400 --max-seconds 1 --fail-on wrong {SHORT}"
 RPC = f"{B}/rpc_latency.py --sizes 4,64K {SHORT}"
 PS = f"{B}/parameter_server.py --num-embeddings 64 --embedding-dim 32 --dense-layers 2"
 PS += f" --dense-size 32 --sample-length 8 --batch-size 4 --bucket-size 0.01 {SHORT}"
 NAMED = "does not answer"
-MEMORY = {"CUDALAB_MEMORY_GIB": "0.54"}  # 0.49 of it is the context's
-GLOO: dict[str, Any] = {"implementations": False}  # or a fixed backend
+MEMORY = {"CUDALAB_MEMORY_GIB": "0.54"}  # the context uses 0.49 of it
+GLOO: dict[str, Any] = {"implementations": False}  # or another fixed backend
 REASONS = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 COUNTERS = [f"clocks_event_reasons_counters.{reason}" for reason in REASONS]
 
@@ -99,7 +99,7 @@ def smi(answers: str) -> dict[str, str]:
 
 
 ROWS = [
-    # each script with the defaults of CUDA, and its values beside those of the CPU
+    # each script with the defaults for CUDA, compared with values on the CPU
     Row("ddp_sweep", 2, f"{DDP} {SHORT}", on_cpu=CPU, contexts=2, ci=True),
     Row("parallel_sweep", 2, f"{PAR} {SHORT} --mesh dp2,tp2", on_cpu=CPU, ci=True),
     Row(
@@ -145,15 +145,15 @@ ROWS = [
     ),
     Row(
         *("parameter_server", 3, f"{PS} --ncudatrainer 1 --nserver 1"),
-        # by allreduce NCCL averages dense gradients and gloo sparse ones
+        # with allreduce, NCCL averages dense gradients and gloo sparse ones
         on_cpu="--ncudatrainer 0 --ntrainer 1 --routes hybrid,rpc,sparse_rpc",
         ci=True,
     ),
-    # flags that only CUDA has, and other combinations of device and backend
+    # flags for CUDA, and other combinations of device and backend
     Row("ddp dtypes", 2, f"{DDP} {SHORT} --dtype fp32,tf32,bf16 --comm-hook none,fp16,bf16"),
     Row("ddp torchvision", 2, f"{B}/ddp_sweep.py --model mobilenet_v3_small --image-size 32 "
         f"--batch-size 4 {SHORT} --dtype bf16"),
-    Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", contexts=3, **GLOO),  # as RPC does
+    Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", contexts=3, **GLOO),  # like RPC
     Row("ddp nccl2", 2, f"{DDP} {SHORT} --backend nccl2", **GLOO),
     Row("ddp 4 ranks", 4, f"{DDP} {SHORT} --bucket-size 0.01,25 --no-breakdown"),
     Row("ddp interleave", 2, f"{DDP} {SHORT} --bucket-size 0.01,25 --comm-hook none,bf16 "
@@ -162,7 +162,7 @@ ROWS = [
         says=("as fast as|differ significantly",)),
     Row("ddp profile", 2, f"{DDP} {SHORT} --profile {{tmp}}/traces", says=("traces",)),
     Row("meshes ddp, cp", 2, f"{PAR} {SHORT} --mesh ddp2,cp2"),
-    # cold: a variable that is read as torch is imported hides a warning of c10d in these tables
+    # cold: a variable that is read when torch is imported hides a warning of c10d in these tables
     Row("meshes pp", 2, f"{PAR} {SHORT} --mesh pp2:gpipe,pp2:1f1b,pp2:interleaved,pp2:izb,pp2:zbv",
         cold=True),
     Row("meshes ring, ep", 2, f"{PAR} {SHORT} --mesh cp2:ring,ep2,dp2 --dtype bf16"),
@@ -175,7 +175,7 @@ ROWS = [
     Row("mesh nccl-lazy", 2, f"{PAR} {SHORT} --mesh dp2,pp2:1f1b --backend nccl-lazy", cold=True,
         **GLOO),
     Row("collectives -G", 2, f"{ALL} -G 3", ci=True),
-    # gloo waits on the host, which a capture forbids
+    # gloo waits on the host, which is not allowed in a capture
     Row("collectives -G gloo", 2, f"{ONE} -G 3 --backend gloo -e 64", (1,), failed="capture",
         **GLOO),
     Row("collectives warm, -I", 2, f"{ALL} --cache-warm -I 1"),
@@ -191,7 +191,7 @@ ROWS = [
     Row("compile cudagraphs", 2, f"{COMPILE} --strategies ddp --backends eager,cudagraphs"),
     Row("compile no optimize", 2, f"{COMPILE} --strategies ddp --backends aot_eager "
         "--dynamo-no-optimize-ddp"),
-    # kernels of Triton do nothing on the stand-in: the check of the losses has to say so
+    # kernels of Triton do nothing in cudalab: the check of the losses has to fail
     Row("compile inductor", 2, f"{COMPILE} --strategies ddp --backends eager,inductor", (1,),
         failed="loss"),
     Row("input_sweep warm", 1, f"{INPUT} --cache warm", ci=True),
@@ -207,8 +207,8 @@ ROWS = [
     Row("ps servers on CUDA", 3, f"{PS} --ntrainer 1 --ncudaserver 1", **GLOO),
     Row("ps dense", 4, f"{PS} --ncudatrainer 2 --nserver 1 --routes allreduce,rpc "
         "--dense-embedding"),
-    # what nvidia-smi says
-    # of 8 GPUs that are all slowed down, the ranks use two
+    # answers of nvidia-smi
+    # all of 8 GPUs are throttled, and the ranks use two
     Row("gpus slowed", 2, f"{DDP} {SHORT}", says=("GPU 0 of .* throttled", "GPU 1 of .* throttled"),
         lacks="GPU [2-7]", variables=smi("slowed")),
     Row("gpus with errors", 2, f"{DDP} {SHORT}", says=("GPU 0, 1 have uncorrected memory errors",),
@@ -249,14 +249,14 @@ ROWS = [
     Row("fault memory", 1, f"{B}/ddp_sweep.py --models resnet18,tests.own_models:gpt "
         f"--no-breakdown --image-size 64 {SHORT}", (1,), failed="OutOfMemoryError",
         variables=MEMORY, ci=True),
-    # one replica fits, which `no ddp` shows; four settings in turns do not
+    # one replica fits, as in `no ddp`, but four interleaved settings do not
     Row("fault memory of settings", 1, f"{B}/ddp_sweep.py --model resnet18 --batch-size 2 "
         f"--image-size 32 --comm-hook none,fp16,bf16,allreduce --interleave --no-breakdown {SHORT}",
         (1,), failed="OutOfMemoryError", variables={"CUDALAB_MEMORY_GIB": "0.9"}),
     Row("fault own model", 2, f"{B}/ddp_sweep.py --model tests.own_models:too_large,"
         f"tests.own_models:gpt --world-sizes 2 --no-breakdown {SHORT}", (1,),
         failed="OutOfMemoryError: GPU", **GLOO),
-    # refusals: a line, status 2
+    # refusals: one line, status 2
     Row("refused shared GPU", 2, P2P, (1, 2), ("NCCL wants one for each rank",),
         variables={"CUDALAB_DEVICES": "1"}),
     Row("refused no GPU", 2, f"{P2P} --device cuda", (1, 2), ("--device cuda",),
@@ -279,7 +279,7 @@ ROWS = [
     Row("refused ring", 2, f"{PAR} {SHORT} --mesh cp2:ring --device cpu", (1, 2),
         ("ring attention needs CUDA",)),
     Row("refused tf32", 2, f"{DDP} --dtype tf32 --device cpu", (1, 2), ("tf32",)),
-    # ranks that see a GPU each, as Slurm's --gpus-per-task gives them
+    # ranks that see one GPU each, as with Slurm's --gpus-per-task
     Row("own GPU", 2, f"tests/own_gpu.py {ALL}", cold=True),
     Row("own GPU rpc", 2, f"tests/own_gpu.py {RPC} {SERVERS}", contexts=2, cold=True, **GLOO),
     Row("one GPU", 2, f"{ONE_GPU} {P2P}", cold=True),
@@ -289,7 +289,7 @@ ROWS = [
 @pytest.mark.ci
 @pytest.mark.parametrize("nccl2", NCCL2)
 def test_the_stand_in(nccl2: str, bench: Callable[..., Run], lab: dict[str, str]) -> None:
-    """Cold: torch is imported as by a user, after sitecustomize.py."""
+    """Cold, so that torch is imported after sitecustomize.py, as for a user."""
     variables = lab | {"TORCH_DIST_USE_NCCL2": nccl2}
     run = bench("tests/cudalab/selftest.py", json=False, cold=True, **variables)
     assert run.status == 0, run.out + run.err
@@ -298,8 +298,8 @@ def test_the_stand_in(nccl2: str, bench: Callable[..., Run], lab: dict[str, str]
 
 @pytest.mark.ci
 def test_a_gpu_that_another_process_uses(bench: Callable[..., Run], lab: dict[str, str]) -> None:
-    """Its memory before the first call of CUDA is a warning. Of GPU 3, which no rank uses, nothing
-    is said. A power limit is named with both values."""
+    """Memory in use before the first call of CUDA causes a warning, except on GPU 3, which no rank
+    uses. A different power limit is named with both values."""
     answers = ["1:memory.used=20480 MiB", "3:memory.used=30720 MiB", "1:power.limit=500.00 W"]
     variables = lab | {"CUDALAB_SMI": ";".join(answers)}
     flags = ("-b", "64", "-e", "64", "--iters", "2")
@@ -321,7 +321,7 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 
 def judge(row: Row, run: Run) -> None:
-    """Fail the test unless the run did what its row says."""
+    """Fail the test unless the run has the result of its row."""
     said = run.out + run.err
     assert run.status in row.status, said
     assert ("this kernel does nothing" in said) == ("inductor" in row.command), said
@@ -337,11 +337,11 @@ def judge(row: Row, run: Run) -> None:
     failed = [check for check in checks if check.startswith("failed")]
     assert [check for check in failed if not row.failed or row.failed not in check] == [], said
     assert bool(failed) == bool(row.failed), said
-    if row.failed and len(checks) > 1:  # a failed case does not keep the others from passing
+    if row.failed and len(checks) > 1:  # other cases pass although one failed
         assert "passed" in checks, said
 
 
-# of a case's key: what differs between the two runs on purpose
+# entries of a case's key that differ between the two runs
 DEVICES = {
     "device",
     "devices",
@@ -352,14 +352,14 @@ DEVICES = {
     "dtype",
     "size",
 }
-TIMES = re.compile(  # metrics that are times, are computed from times, or differ between devices
+TIMES = re.compile(  # of metrics that are times, are computed from times or differ between devices
     r"(_s2?|_per_s|_cv|_factor|_share|_rank|overlap|efficiency|idle|spread|drift|links|bits|slowest)$"
     r"|from_device|mfu|memory|launch_share|slowed|log|gradients_per_update"
 )
 
 
 def values_of(metrics: Any, place: str = "") -> dict[str, Any]:
-    """By path: the entries that are neither times nor computed from times."""
+    """Metrics by path that are neither times nor computed from times."""
     if isinstance(metrics, Estimate) or TIMES.search(place):
         return {}
     if isinstance(metrics, dict):
@@ -372,8 +372,8 @@ def values_of(metrics: Any, place: str = "") -> dict[str, Any]:
 
 
 def compare(cuda: list[Case], cpu: list[Case]) -> None:
-    """Each case of the CPU has one on CUDA with the same key, check and values. CUDA may have more,
-    such as averages, which gloo lacks."""
+    """Each case on the CPU has a case on CUDA with the same key, check and values. CUDA may have
+    more cases, such as averages, which gloo does not support."""
 
     def key_of(case: Case) -> str:
         return repr(sorted((k, v) for k, v in case.key.items() if k not in DEVICES))
@@ -388,18 +388,18 @@ def compare(cuda: list[Case], cpu: list[Case]) -> None:
         values, expected = values_of(case.metrics), values_of(other.metrics)
         assert values.keys() == expected.keys(), case.name
         for name, value in values.items():
-            if isinstance(value, (int, float)):  # torch.save writes the name of the device as well
+            if isinstance(value, (int, float)):  # torch.save also writes the name of the device
                 assert value == pytest.approx(expected[name], rel=1e-3), (case.name, name)
             else:
                 assert value == expected[name], (case.name, name)
 
 
 def variants() -> list[Any]:
-    """A parameter for each row and each implementation of `nccl` that it has to run with."""
+    """A parameter for each row and each implementation of `nccl` to use."""
     parameters = []
     for row in ROWS:
         for nccl2 in NCCL2 if row.implementations else NCCL2[:1]:
-            # the second implementation is for `make cudalab`
+            # the second implementation runs only in `make cudalab`
             marks = [pytest.mark.ci] if row.ci and nccl2 == NCCL2[0] else []
             if re.search("nccl(2|-)", row.command) and not HAS_NCCL2:
                 marks.append(pytest.mark.skip(reason="this torch has one nccl alone"))
@@ -435,7 +435,7 @@ def test_example(
     name: str, nccl2: str, bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
 ) -> None:
     smaller = [str(ROOT / SMALLER)] if name in SIZES else []
-    flags = ["aot_eager"] if name == "compiled_ddp.py" else []  # Triton's kernels do nothing
+    flags = ["aot_eager"] if name == "compiled_ddp.py" else []  # kernels of Triton do nothing
     if name == "record_collectives.py":
         flags = [str(tmp_path / "trace")]
     words = [*smaller, str(ROOT / "examples" / name), *flags]
@@ -475,11 +475,11 @@ dist.destroy_process_group()
 def test_a_profile_is_replayed(
     bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
 ) -> None:
-    """Kineto's trace of collectives over NCCL; of those of nccl2 it has no sizes."""
+    """A trace of Kineto with collectives over NCCL. For nccl2 it has no sizes."""
     (tmp_path / "profiled.py").write_text(PROFILED)
     (tmp_path / "traces").mkdir()
     options: dict[str, Any] = lab | {"timeout": LIMIT_S, "TORCH_DIST_USE_NCCL2": "0"}
-    # Kineto warns of kernels; the variable is read as torch is imported
+    # Kineto warns about kernels; the variable is read when torch is imported
     options |= {"cold": True, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     run = bench(str(tmp_path / "profiled.py"), str(tmp_path / "traces"), json=False, **options)
     assert run.status == 0, run.out + run.err
@@ -494,7 +494,8 @@ def test_a_profile_is_replayed(
 def test_ctrl_c(
     nccl2: str, start: Callable[..., Process], lab: dict[str, str], tmp_path: Path
 ) -> None:
-    """While rank 0 waits in NCCL for rank 1: the report and the reason are there, no process is."""
+    """While rank 0 waits in NCCL for rank 1. Report and reason are written, and no process is
+    left."""
     marker, report = tmp_path / "waits", tmp_path / "report.jsonl"
     flags = f"{TWELVE} --model tests.own_models:gpt --world-sizes 2 --no-breakdown".split()
     options: dict[str, Any] = lab | {"TORCH_DIST_USE_NCCL2": nccl2, "MARKER": str(marker)}
@@ -502,11 +503,11 @@ def test_ctrl_c(
     process = start(script, *flags, "--json", str(report), inject="waits", cold=True, **options)
     process.until(marker.exists, LIMIT_S)
     ranks = process.ranks().values()
-    for each in process.parts * 2:  # as a terminal does, to torchrun and then to its ranks
+    for each in process.parts * 2:  # like a terminal, to torchrun and its ranks
         each.send_signal(signal.SIGINT)
     assert process.wait(120) != 0
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
-    # torchrun may be faster, and ends its ranks by SIGTERM after the second one
+    # torchrun may be faster, and ends its ranks by SIGTERM after the second signal
     named = r"SIG(INT|TERM): \d cases? (is|are) measured and in "
     assert re.search(named, process.err), process.err
     assert load(str(report)).status == "interrupted"
@@ -514,7 +515,7 @@ def test_ctrl_c(
 
 @pytest.mark.ci
 def test_a_missing_function_is_named(bench: Callable[..., Run], lab: dict[str, str]) -> None:
-    """A run that calls what the stand-in lacks fails, and says so."""
+    """A run that calls a function that cudalab lacks fails with its name."""
     code = Path(lab["CUDALAB_STATE"]).with_name("missing.py")
     code.write_text("import ctypes, torch\nctypes.CDLL('libcudart.so.13').cudaDeviceReset()\n")
     run = bench(str(code), ranks=1, json=False, cold=True, **lab)

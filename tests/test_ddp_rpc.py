@@ -1,4 +1,4 @@
-"""ddp_rpc.py as its user runs it, and what its check against one process finds."""
+"""ddp_rpc.py under torchrun, and faults that its check against one process finds."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ SHORT = ("--device", "cpu", "--epochs", "3", "--warmup-cycles", "1")
 @pytest.mark.smoke
 @pytest.mark.oldest
 def test_five_processes(bench: Callable[..., Any]) -> None:
-    """2 trainers, 2 servers whose sparse tables join to 512 columns: no projection."""
+    """2 trainers, and 2 servers whose sparse tables have 512 columns together: no projection."""
     flags = ("--number-trainers", "2", "--number_ps", "2", "--sparse", "--embedding-dim", "256")
     run = bench(SCRIPT, *SHORT, *flags, "--lookup", "all", ranks=5)
     assert run.status == 0, run.err
@@ -27,8 +27,8 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
         m = case.metrics
         assert (case.check, case.ranks) == ("passed", [0, 1])
         assert [len(row) for row in case.samples_s["step"]] == [3] * 2
-        # the phases of a batch add up to a tenth of the mean epoch of a trainer, but for what a
-        # busy machine does between them
+        # the phases of a batch take at most a tenth of a trainer's mean epoch (there are gaps
+        # between them on a busy machine)
         mean = sum(map(sum, case.samples_s["step"])) / 6
         phases = [m[f"{name}_s"] for name in ddp_rpc.PHASES]
         assert min(phases) > 0
@@ -45,7 +45,9 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
     ("fault", "autograd"),
     [("wrong-lookup", "distributed"), ("lost-gradient", "manual")],
 )
-def test_the_check_sees(bench: Callable[..., Any], fault: str, autograd: str) -> None:
+def test_the_check_finds_wrong_results(
+    bench: Callable[..., Any], fault: str, autograd: str
+) -> None:
     run = bench(SCRIPT, *SHORT, "--autograd", autograd, ranks=4, inject=fault)
     assert run.status != 0
     (case,) = run.report.cases
@@ -61,7 +63,7 @@ def test_the_check_sees(bench: Callable[..., Any], fault: str, autograd: str) ->
 
 @pytest.mark.faults
 def test_a_trainer_that_fails(bench: Callable[..., Any]) -> None:
-    """The other one does not wait for it, and the next case is measured."""
+    """The other trainer does not wait for it, and the next case is measured."""
     flags = ("--autograd", "manual,distributed", "--timeout", "60")
     run = bench(SCRIPT, *SHORT, *flags, ranks=4, inject="step-raises")
     assert run.status != 0

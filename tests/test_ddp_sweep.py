@@ -1,4 +1,4 @@
-"""ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
+"""ddp_sweep.py under torchrun. test_faults.py tests the promises of common/."""
 
 import re
 import shutil
@@ -41,11 +41,11 @@ def test_two_ranks_with_and_without_a_hook(bench: Callable[..., Any]) -> None:
     assert list(last.samples_s) == ["step", "local compute", "alone", "no ddp"]
     assert [len(rows) for rows in last.samples_s["no ddp"]] == [2]  # the first rank alone
     [row] = [row for row in table(run.out, "p50 sec/iter") if row[""] == "1M/2R bf16"]
-    p50 = last.metrics["step_s"].value  # with 2 rounds a median
+    p50 = last.metrics["step_s"].value  # a median, because of 2 rounds
     assert float(row["p50 sec/iter"]) == pytest.approx(p50, rel=0.06)
     assert row["p50 ex/sec/dev"] == f"{2 / p50:.1f}"  # the batch of a rank
     assert len(efficiencies(run.out)) == 2
-    # the question first: the breakdown stands before percentiles and rates
+    # the breakdown comes before percentiles and rates
     assert run.out.index("efficiency") < run.out.index("Percentiles and rates: mobilenet")
 
 
@@ -53,7 +53,7 @@ def test_two_ranks_with_and_without_a_hook(bench: Callable[..., Any]) -> None:
 def test_odd_numbers_of_ranks_and_ones_own_model(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkout's path has a space; the model is in a file of the working folder."""
+    """The path of the checkout has a space, and the model is in the working directory."""
     copy = tmp_path / "a checkout"
     for folder in ("benchmarks", "common"):
         shutil.copytree(ROOT / folder, copy / folder)
@@ -91,7 +91,7 @@ def leaves(device):
         ("leaves", "differs:leaves: SystemExit: 0 (differs.py:11)"),
     ],
 )
-def test_ones_own_model_that_differs_on_one_rank(
+def test_a_model_that_differs_on_one_rank(
     bench: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_strong_scaling(bench: Callable[..., Any]) -> None:
 
 @smoke
 def test_hooks_average_gradients_and_local_compute_does_not(start: Callable[..., Any]) -> None:
-    """fp16 rounds to 11 bits and bf16 to 8, both what a rank brings and the sum."""
+    """fp16 rounds to 11 bits and bf16 to 8 bits, both the gradients of a rank and the sum."""
     process = start("tests/average_by_hooks.py", ranks=2)
     assert process.wait(200) == 0, process.err
     errors = dict(line.split() for line in process.out.splitlines())
@@ -143,8 +143,8 @@ def test_labels_and_sets_of_ranks() -> None:
 
 
 def test_the_metrics_of_a_case_by_hand() -> None:
-    """6 rounds of a sample. The slowest rank's step takes 10 ms, its local compute 8 ms; the first
-    rank alone takes 6 ms."""
+    """6 rounds of one sample. On the slowest rank a step takes 10 ms and local compute 8 ms. The
+    first rank alone takes 6 ms."""
     rows = {
         "step": [[0.010] * 6, [0.009] * 6],
         "local compute": [[0.004] * 6, [0.008] * 6],
@@ -168,7 +168,7 @@ def test_the_metrics_of_a_case_by_hand() -> None:
         "exposed_s": 0.002,
         "communication_s": 0.004,
         "overlap": 0.5,  # 2 of 4 ms
-        "late_s": 0.002,  # 8 ms, and 6 ms between the two ranks
+        "late_s": 0.002,  # 8 ms - 6 ms, the median of the two ranks
         "memory_gib": 0.75,
     }
     assert {name: values[name] for name in expected} == pytest.approx(expected)
@@ -193,7 +193,7 @@ def test_the_metrics_of_a_case_by_hand() -> None:
         ([(NOT_FINITE, "g")] * 2, "skipped: the loss diverges: the parameters of all ranks are n"),
     ],
 )
-def test_a_loss_that_diverges_is_no_fault_of_ddp(
+def test_a_diverging_loss_is_not_a_failure_of_ddp(
     digests: list[tuple[str, str]], verdict: str
 ) -> None:
     facts = [ddp_sweep.Facts(*pair, {}, 0) for pair in digests]
@@ -201,9 +201,9 @@ def test_a_loss_that_diverges_is_no_fault_of_ddp(
 
 
 @smoke
-def test_ones_own_batch_of_tokens_and_a_loss_that_diverges(bench: Callable[..., Any]) -> None:
-    """Two sizes of a model by its parameter; of each pass over the batch one sample has 3 tokens. A
-    sum as the loss is measured, and an infinite one is, too."""
+def test_batches_of_tokens_and_a_loss_that_diverges(bench: Callable[..., Any]) -> None:
+    """Two sizes of a model, given by its parameter. A sample has 3 tokens. Losses that are a sum or
+    infinite are measured as well."""
     own = "tests.own_models"
     models = f"{own}:batch_of_transformers?batch=2,{own}:batch_of_transformers?batch=4"
     flags = ("--models", f"{models},{own}:everything,{own}:diverges", "--world-sizes", "2")
@@ -222,8 +222,8 @@ def test_ones_own_batch_of_tokens_and_a_loss_that_diverges(bench: Callable[..., 
 
 
 @smoke
-def test_settings_in_turns(bench: Callable[..., Any]) -> None:
-    """Four settings in one case, and what is printed of each: its ratio to the first one."""
+def test_interleaved_settings(bench: Callable[..., Any]) -> None:
+    """Four settings in one case. Each has a printed ratio to the first one."""
     flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--interleave")
     swept = ("--bucket-size", "25,0.001", "--comm-hook", "none,bf16")
     run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, *swept)
@@ -253,7 +253,7 @@ def test_settings_in_turns(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-def test_settings_without_room_in_memory_are_a_failed_row(bench: Callable[..., Any]) -> None:
+def test_settings_that_do_not_fit_into_memory_are_a_failed_row(bench: Callable[..., Any]) -> None:
     """The second replica does not fit on rank 1."""
     flags = ("--model", "tests.own_models:gpt", "--comm-hook", "none,fp16", "--interleave")
     run = bench(SCRIPT, *SHORT, *flags, "--no-breakdown", inject="twin-raises")
@@ -267,8 +267,8 @@ def test_settings_without_room_in_memory_are_a_failed_row(bench: Callable[..., A
 
 @smoke
 def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
-    """In one bucket it trains; in several torch's hook would hang, so the case fails with the size
-    that fits: 16 x 32 + 3 x 1,104 parameters are 15 KiB."""
+    """It trains with one bucket. With several buckets torch's hook would hang, so the case fails
+    and suggests a size: 16 x 32 + 3 x 1,104 parameters are 15 KiB."""
     flags = ("--model", "tests.own_models:gpt", "--comm-hook", "powersgd", "--world-sizes", "2")
     run = bench(SCRIPT, *SHORT, *flags, "--bucket-size", "25,0.001")
     assert run.status == 1, run.err
@@ -287,8 +287,8 @@ def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
 def test_a_hook_that_stops_averaging_is_found(
     bench: Callable[..., Any], hooks: tuple[str, ...], setting: str
 ) -> None:
-    """In a timed block, and from then on. The weights cannot show it: their rate is 0. Of settings
-    in turns the replica with the hook is named."""
+    """From a timed block on. Weights do not change, because the learning rate is 0, so gradients
+    are compared. Of interleaved settings the one with the hook is named."""
     flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--comm-hook", *hooks)
     run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, inject="stops-averaging")
     assert run.status == 1
@@ -298,7 +298,7 @@ def test_a_hook_that_stops_averaging_is_found(
 
 
 def answer_of(efficiency: Estimate, exposed: Estimate, global_batch: int | None = None) -> str:
-    """What is said of 2 ranks whose step takes 80 ms."""
+    """The sentence about 2 ranks whose step takes 80 ms."""
     key = {"model": "m", "dtype": "fp32", "ddp": True, "global_batch": global_batch}
     key |= {"device": "cpu", "bucket_size_mb": 25.0, "comm_hook": "none"}
     metrics = {"step_s": Estimate(0.08, 0.076, 0.084)}
@@ -319,7 +319,7 @@ def test_the_answer() -> None:
         "1.10 times (0.90 to 1.40) as fast; DDP adds 10.0 ms (no interval) to a step, which takes "
         "80.0 ms"
     )
-    # more than twice as fast, or more exposed than the step takes
+    # more than twice as fast, or exposed longer than the step
     assert isinstance(answer_of(Estimate(1.2, 1.1, 1.3), exposed), Disturbed)
     assert isinstance(answer_of(Estimate(0.5), Estimate(0.12, 0.1, 0.13)), Disturbed)
     # smaller batches may fit into caches

@@ -1,4 +1,5 @@
-"""examples/: each runs as its docstring says, prints what it shows there, and stands by itself."""
+"""examples/: each file runs by the command in its docstring, prints that output, and needs no
+other."""
 
 import ast
 import re
@@ -22,21 +23,21 @@ REGION = re.compile(r"^ *# \[(\w+)\]\n(.*?)^ *# \[/\1\]$", re.MULTILINE | re.DOT
 
 
 def shown(path: Path) -> tuple[list[str], list[str]]:
-    """The command in a file's docstring, as words, and the lines that it prints there."""
+    """The command in the docstring of a file, as words, and the lines of its output."""
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
     command, *lines = doc.split("    $ ", 1)[1].split("\n\n")[0].splitlines()
     return command.split(), lines
 
 
 def shape(lines: list[str]) -> list[str]:
-    """The lines with `#` for each number, without the mark that a slow rank may get or not."""
+    """The lines with `#` for each number, and without the mark of a slow rank."""
     masked = [re.sub(r"-?\d+(\.\d+)?", "#", line).removesuffix("   slow") for line in lines]
     return [" ".join(line.split()) for line in masked if line.strip()]
 
 
-def test_what_is_imported_and_what_files_share() -> None:
-    """Nothing but torch and the standard library is imported: one file is all that is copied. Who
-    pastes two of them has a function or class of the same name twice: it is the same one."""
+def test_imports_and_shared_functions() -> None:
+    """Examples import only torch and the standard library, so that one file can be copied.
+    Functions and classes with the same name in two files are identical."""
     texts: dict[str, set[str]] = {}
     for path in FILES:
         source = path.read_text()
@@ -50,7 +51,7 @@ def test_what_is_imported_and_what_files_share() -> None:
 
 
 def test_regions_can_be_pasted() -> None:
-    """Those of ddp_exposed.py, one after the other, use no name that they do not make."""
+    """The regions of ddp_exposed.py together use no undefined name."""
     page = (ROOT / "docs" / "examples.md").read_text()
     for path in FILES:
         source = path.read_text()
@@ -65,8 +66,9 @@ def test_regions_can_be_pasted() -> None:
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 takes 1, 2 and 6 ms, another rank 5, 1 and 4 ms: 5, 2 and 6 ms, in the median 5. So
-    the wait for whoever is late is in the step and in local compute, and in no difference."""
+    """Rank 0 takes 1, 2 and 6 ms, and another rank 5, 1 and 4 ms. The steps take 5, 2 and 6 ms,
+    with a median of 5. So waiting for a late rank is part of the step and of local compute, and
+    cancels in their difference."""
     clock = iter([0, 0.001, 0.003, 0.009])
     monkeypatch.setattr(ddp_exposed, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(dist, "barrier", lambda: None)
@@ -79,7 +81,7 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank(monkeypatch: pytest.MonkeyP
     assert ddp_exposed.time_block(lambda: None, torch.device("cpu")) == pytest.approx(5)
 
 
-FEWER = {  # than 6 rounds or saves have no interval
+FEWER = {  # at least 6 rounds or saves are needed for an interval
     "ROUNDS = 15": "ROUNDS = 6",
     "ROUNDS, STEPS = 16, ": "ROUNDS, STEPS = 6, ",
     "ROUNDS, BATCH = 16": "ROUNDS, BATCH = 6",
@@ -88,7 +90,7 @@ FEWER = {  # than 6 rounds or saves have no interval
 
 
 def edited(name: str, folder: Path, old: str = "", new: str = "") -> str:
-    """The path of a copy with fewer rounds, and with something else in the place of `old`."""
+    """The path of a copy with fewer rounds, in which `old` is replaced by `new`."""
     text = (EXAMPLES / f"{name}.py").read_text()
     for many, few in FEWER.items():
         text = text.replace(many, few)
@@ -101,14 +103,14 @@ def edited(name: str, folder: Path, old: str = "", new: str = "") -> str:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_prints_what_its_docstring_shows(
+def test_an_example_prints_the_output_in_its_docstring(
     path: Path, bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """On 3 ranks in place of 2, so that an odd number is tried as well. Inductor would call a C++
-    compiler on each of them."""
+    """On 3 ranks instead of 2, to test an odd number as well. compiled_ddp uses aot_eager, because
+    inductor would run a C++ compiler on each rank."""
     command, lines = shown(path)
     ranks, flags = 3, command[4:]
-    if path.stem in ("record_collectives", "who_is_slow"):  # a row for each rank or axis
+    if path.stem in ("record_collectives", "who_is_slow"):  # they print a row for each rank or axis
         ranks = int(command[2])
     if path.stem == "compiled_ddp":
         flags, lines = ["aot_eager"], [line.replace("inductor", "aot_eager") for line in lines]
@@ -132,7 +134,7 @@ def test_prints_what_its_docstring_shows(
 def test_a_wrong_result_ends_with_status_1(
     name: str, ranks: int, old: str, new: str, bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """E.g. a server that loses the gradients of all trainers but one."""
+    """For example, a server loses the gradients of all trainers but one."""
     flags = ["aot_eager"] if name == "compiled_ddp" else []
     run = bench(edited(name, tmp_path, old, new), *flags, ranks=ranks, json=False)
     assert run.status == 1
@@ -152,10 +154,10 @@ def test_a_wrong_result_ends_with_status_1(
         ("fsdp_exposed", '{"step": step, "twin": local_compute}', "step: default_pg\ntwin:\n"),
     ],
 )
-def test_a_twin_sends_nothing_over_the_axis_that_it_fakes(
+def test_a_twin_does_not_communicate_over_its_axis(
     name: str, kinds: str, expected: str, bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """As torch's flight recorder has it: DTensor takes meshes with equal names for one mesh."""
+    """According to the flight recorder. DTensor treats meshes with equal names as one mesh."""
     spy = f"""    import json
     def groups():
         trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
@@ -175,7 +177,7 @@ def test_a_twin_sends_nothing_over_the_axis_that_it_fakes(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ["batch_update_ps", "ddp_rpc", "parameter_server", "who_is_slow"])
-def test_one_rank_is_too_few(name: str, bench: Callable[..., Any]) -> None:
+def test_a_single_rank_is_refused(name: str, bench: Callable[..., Any]) -> None:
     run = bench(f"examples/{name}.py", ranks=0, json=False)
     assert run.status == 1
     assert "expected 2 ranks or more: torchrun --nproc-per-node " in run.err

@@ -59,9 +59,7 @@ OTHERS = "other processes used 1.0 of 2 cores of vm"
 CROWDED = "4 ranks share 2 cores of vm"
 FEW = case(samples=[2.0] * 6, step_s=NONE)
 SWING = case(samples=[0.125, 0.25] * 20, step_s=WIDE)
-GROWING = case(
-    samples=[0.1 + 0.01 * i for i in range(30)], step_s=NONE
-)  # correlated, so they count as few
+GROWING = case(samples=[0.1 + 0.01 * i for i in range(30)], step_s=NONE)  # they count as few
 
 
 @pytest.mark.parametrize(

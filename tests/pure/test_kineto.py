@@ -261,9 +261,7 @@ def test_a_folder_of_traces(tmp_path: Path) -> None:
         [f"# left out {config}: JSON without traceEvents"],
         [f"# left out {server}: it has neither a rank nor kernels"],
     ]
-    assert "JSON without traceEvents" in refusal(
-        config
-    )  # a file named on the command line is not left out
+    assert "JSON without traceEvents" in refusal(config)  # it was named explicitly
     assert f"{tmp_path}: expected a folder with .json or .json.gz; its folders are a" in refusal(
         str(tmp_path)
     )

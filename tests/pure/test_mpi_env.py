@@ -71,9 +71,7 @@ def test_the_address_is_found(tmp_path: Path) -> None:
     """That of the first host for flux, and loopback on one node. Numbers may begin with 0."""
     one = "PMI_RANK=08 PMI_SIZE=010 MPI_LOCALRANKID=8 MPI_LOCALNRANKS=010 PBS_JOBID=7"
     assert variables(one)[:5] == ["8", "8", "10", "10", "127.0.0.1"]
-    assert (
-        variables(one)[-1] != variables(one.replace("=7", "=8"))[-1]
-    )  # two jobs have different ports
+    assert variables(one)[-1] != variables(one.replace("=7", "=8"))[-1]  # two jobs
     flux = tmp_path / "flux"
     flux.write_text('#!/bin/sh\n[ "$*" = "hostlist --nth=0 local" ] && echo 127.0.0.1\n')
     flux.chmod(0o755)

@@ -13,9 +13,7 @@ from analysis.load import Row, Run, frame, load
 from common.report import Estimate
 from tests.pure.reports import ROOT, case, estimate, run, write
 
-LOGS = (
-    ROOT / "tests" / "logs"
-)  # four ranks on two hosts, as launchers, editors and mail programs change them
+LOGS = ROOT / "tests" / "logs"  # four ranks on two hosts
 BASE = LOGS / "all_reduce_base.log"
 SIZES = [1024, 2**20, 2**26]
 LOG = """\

@@ -118,9 +118,7 @@ def test_nodes_with_gpus_in_use_are_not_fit() -> None:
 def test_odd_results() -> None:
     one = {1: "its results (b) are those of 1 of 3 of its kind"}
     assert odd_results(["a", "b", "a"], ["k"] * 3) == one
-    assert (
-        odd_results(["a", "b"], ["k", "l"]) == {}
-    )  # different kinds of devices may round differently
+    assert odd_results(["a", "b"], ["k", "l"]) == {}  # kinds may round differently
     assert [*odd_results(["a", "b"], ["k", "k"])] == [0, 1]  # with two, either may be wrong
     assert [*odd_results(["not finite"] * 2, ["k", "k"])] == [0, 1]
 

@@ -383,10 +383,7 @@ def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
 @pytest.mark.parametrize(
     ("rows", "kept"),
     [
-        (
-            [[call(1), call(2)], [call(2), call(3)]],
-            [[2], [2]],
-        ),  # ring buffers start at different calls
+        ([[call(1), call(2)], [call(2), call(3)]], [[2], [2]]),  # ring buffers start apart
         ([[call(1), call(1, 28)]] * 2, [[1, 1]] * 2),  # coalesced calls share a number
         ([[call(1), call(1), call(2)], [call(1), call(2)]], [[2], [2]]),
         ([[call(1, 20), call(9)], [call(1, 24), call(9)]], [[9], [9]]),

@@ -131,9 +131,7 @@ def test_two_modes_are_told_with_their_shares() -> None:
 
 def test_windows_agree_if_neither_is_significantly_lower() -> None:
     assert not stats.alike([1, 2, 3, 4], [5, 6, 7, 8])
-    assert not stats.alike(
-        [4, 6, 7, 8], [1, 2, 3, 5]
-    )  # 15 of 16 pairs are in order; the limit is 14.8
+    assert not stats.alike([4, 6, 7, 8], [1, 2, 3, 5])  # 15 of 16 pairs; 14.8 is the limit
     assert stats.alike([1, 2, 5, 6], [3, 4, 7, 8])
 
 

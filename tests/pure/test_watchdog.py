@@ -55,9 +55,7 @@ def test_the_group_of_a_case_is_released_before_the_number_changes() -> None:
     written: Any = Written()
     Watchdog.begin(written, "a case", member=False)
     assert written.names.index("group") < written.names.index("case")
-    assert (
-        written.order == -1
-    )  # and 0 with its phase: the others do not wait for a rank outside of the case
+    assert written.order == -1  # 0 in its phase: no rank waits for it
 
 
 def test_each_phase_starts_the_timer_of_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
