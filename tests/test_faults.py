@@ -1,4 +1,4 @@
-"""What is promised when things go wrong (docs/reliability.md), each once."""
+"""What docs/reliability.md promises when something goes wrong, each promise once."""
 
 import json
 import os
@@ -32,8 +32,8 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     assert re.match(r"rank 1 on .*1M/2R.*, block .*does not answer", stopped)
     assert re.match("rank 0 on .*waits", waiting)
     assert "last collective gloo:" in hang
-    assert "in time_round" in hang  # the stacks stand below the headline
-    # torchrun's summary has what it sees first: rank 0 that ends, or rank 1 that rank 0 has killed
+    assert "in time_round" in hang  # the stacks are below the headline
+    # torchrun reports the first rank that ended: rank 0, or rank 1, which rank 0 has killed
     assert re.search(r"exitcode  : (3|-9)", hang)
     assert run.reason == f"HANG: no progress for 5 s; {stopped}"
     assert [case.name for case in run.report.cases] == ["no ddp"]
@@ -55,7 +55,7 @@ class Model(torch.nn.Linear):
 
 def make(device):
     model, x = Model(1, 1), torch.ones(2, 1)
-    if next(calls) == 2 and os.environ["RANK"] == "0":  # the first call is a trial; then `no ddp`
+    if next(calls) == 2 and os.environ["RANK"] == "0":  # the second call is for `no ddp`
         model.seconds = 0.2
     return model, (x,), torch.sum
 """
@@ -64,8 +64,8 @@ def make(device):
 def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`no ddp` takes 240 * 0.2 = 48 s on rank 0. Rank 1 only waits: its timer of 1.5 * 12 + 20 =
-    38 s must not end it, because rank 0 makes progress."""
+    """`no ddp` takes 240 * 0.2 = 48 s on rank 0. Rank 1 only waits. Its timer of 1.5 * 12 + 20 =
+    38 s must not end it while rank 0 makes progress."""
     (tmp_path / "outside.py").write_text(OUTSIDE)
     monkeypatch.chdir(tmp_path)
     flags = ("--model", "outside:make", "--world-sizes", "2", "--no-breakdown")
@@ -99,7 +99,7 @@ def test_torchrun_ends_with_the_reason(
     reason: str,
     cases: int,
 ) -> None:
-    """In one line, behind its traceback. The report has the cases that were measured."""
+    """Its summary has the reason in one line. The report has the cases measured before."""
     run = bench(SCRIPT, *flags, inject=fault)
     assert run.status == 1  # torchrun's own
     *_, line, _ = run.err.splitlines()
@@ -109,8 +109,8 @@ def test_torchrun_ends_with_the_reason(
     assert (len(run.report.cases) if run.path.exists() else 0) == cases
 
 
-def test_a_restart_by_torchrun_goes_on_with_resume(bench: Callable[..., Any]) -> None:
-    """Rank 1 is killed in the second case; the first one is not measured again."""
+def test_a_restart_by_torchrun_resumes(bench: Callable[..., Any]) -> None:
+    """Rank 1 is killed in the second case. The first case is not measured again."""
     run = bench(SCRIPT, *SHORT, "--resume", inject="dies", PET_MAX_RESTARTS="1")
     assert run.status == 0, run.err
     assert "exitcode: -9" in run.err
@@ -122,7 +122,7 @@ def test_a_restart_by_torchrun_goes_on_with_resume(bench: Callable[..., Any]) ->
 
 
 def test_a_report_that_is_removed_during_the_run(bench: Callable[..., Any]) -> None:
-    """Its cases are lost, so the run fails. The path is not offered for the next command."""
+    """Its cases are lost, so the run fails, and no command with the path is suggested."""
     run = bench(SCRIPT, *ALONE, ranks=0, inject="report-removed")
     assert run.status == 1
     assert not run.path.exists()
@@ -132,7 +132,7 @@ def test_a_report_that_is_removed_during_the_run(bench: Callable[..., Any]) -> N
 
 @pytest.fixture
 def waiting(start: Callable[..., Any], tmp_path: Path) -> Any:
-    """A run that waits in its second case: the process, and the path of its report."""
+    """A run that waits in its second case: its process and the path of its report."""
     marker, path = tmp_path / "marker", tmp_path / "a folder" / "report.jsonl"
     path.parent.mkdir()
     process = start(SCRIPT, *SHORT, "--json", str(path), inject="waits", MARKER=str(marker))
@@ -140,8 +140,8 @@ def waiting(start: Callable[..., Any], tmp_path: Path) -> Any:
     return process, path
 
 
-def test_everything_is_killed_and_resume_goes_on(waiting: Any, bench: Callable[..., Any]) -> None:
-    """A rank whose torchrun is gone ends by itself."""
+def test_resume_after_all_was_killed(waiting: Any, bench: Callable[..., Any]) -> None:
+    """A rank whose torchrun is gone ends by itself; --resume measures the missing case."""
     process, path = waiting
     ranks = process.ranks()
     process.parts[0].kill()
@@ -150,7 +150,7 @@ def test_everything_is_killed_and_resume_goes_on(waiting: Any, bench: Callable[.
     assert not alive
     process.stop()
     with path.open("a") as file:
-        file.write('{"key": {"cut": ')  # as a crash leaves it in the middle of a line
+        file.write('{"key": {"cut": ')  # as after a crash in the middle of a line
     run = bench(SCRIPT, *SHORT, "--resume")
     assert run.status == 0, run.err
     assert [case.name for case in run.report.cases] == ["no ddp", "1M/2R"]
@@ -159,8 +159,8 @@ def test_everything_is_killed_and_resume_goes_on(waiting: Any, bench: Callable[.
 
 @pytest.mark.parametrize(("number", "to_ranks"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_signal(waiting: Any, number: signal.Signals, to_ranks: bool) -> None:
-    """To the ranks; or twice to torchrun, as by Ctrl-C. It sends its ranks SIGINT for the first one
-    and SIGTERM for the second one, or SIGTERM alone if the second one comes early enough."""
+    """To the ranks, or twice to torchrun, as Ctrl-C does. torchrun sends its ranks SIGINT for the
+    first signal and SIGTERM for the second, or only SIGTERM if the second comes early enough."""
     process, path = waiting
     ranks = process.ranks()
     for each in ranks.values() if to_ranks else process.parts * 2:
@@ -174,9 +174,9 @@ def test_a_signal(waiting: Any, number: signal.Signals, to_ranks: bool) -> None:
     assert load(str(path)).status == "interrupted"
 
 
-def test_a_case_that_fails_on_one_rank_is_a_row(bench: Callable[..., Any]) -> None:
-    """In build, then in a step; the next case over the same ranks is measured, and its slow rank is
-    named. --resume measures what failed."""
+def test_a_case_that_fails_on_one_rank_is_a_failed_case(bench: Callable[..., Any]) -> None:
+    """One case fails in build, the next in a step. The case after them, on the same ranks, is
+    measured, and its slow rank is named. --resume measures the failed cases."""
     flags = (*SHORT, "--iters", "30", "--comm-hook", "none,allreduce,fp16")
     run = bench(SCRIPT, *flags, inject="build-raises,step-raises,slow-rank")
     checks = {case.key["comm_hook"]: case.check for case in run.report.cases}
@@ -212,7 +212,7 @@ MODES = ("--model", "decoder-nano", "--modes", "dcp.save,torch.save", "--paths",
     ],
     ids=["twin", "folder"],
 )
-def test_a_failure_between_two_groups_of_a_case_is_a_row(
+def test_a_failure_between_two_groups_of_a_case_is_a_failed_case(
     bench: Callable[..., Any],
     tmp_path: Path,
     fault: str,
@@ -220,7 +220,7 @@ def test_a_failure_between_two_groups_of_a_case_is_a_row(
     flags: tuple[str, ...],
     check: str,
 ) -> None:
-    """The other ranks are about to make the next group. They do not wait in it for rank 1."""
+    """The other ranks are about to create the next group, and must not wait in it for rank 1."""
     folder = str(tmp_path / "f")
     words = [flag.format(folder=folder) for flag in flags]
     words += ["--iters", "2", "--warmup-iters", "1", "--timeout", "30"]
@@ -233,8 +233,8 @@ def test_a_failure_between_two_groups_of_a_case_is_a_row(
 
 @pytest.mark.parametrize(("closed", "status"), [("1", 1), ("012", 1), ("02", 0)])
 def test_closed_streams(bench: Callable[..., Any], closed: str, status: int) -> None:
-    """The run ends in order. No file that it opens gets the numbers 0 to 2, where it would be
-    written into."""
+    """The run ends as usual. No file that it opens gets the descriptors 0 to 2: output would be
+    written into it."""
     run = bench(SCRIPT, *ALONE, ranks=0, inject="streams-closed", CLOSED=closed)
     assert run.status == status
     if status == 0:
@@ -243,13 +243,7 @@ def test_closed_streams(bench: Callable[..., Any], closed: str, status: int) -> 
         assert run.err.startswith("ddp_sweep.py: error: stdout: Bad file descriptor; ")
 
 
-def test_worlds_of_one(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, ranks=0, SLURM_STEP_NUM_TASKS="4")
-    assert run.status == 2
-    assert "SLURM_STEP_NUM_TASKS=4, but each task would run as a world of one" in run.err
-
-
-def test_a_read_only_folder_and_python_without_its_path(tmp_path: Path) -> None:
+def test_a_read_only_folder_and_python_with_safe_path(tmp_path: Path) -> None:
     folder = tmp_path / "read only"
     folder.mkdir(mode=0o555)
     command = [sys.executable, "-P", str(ROOT / "benchmarks/collectives.py"), "-b64", "-e64"]

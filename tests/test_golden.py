@@ -1,8 +1,8 @@
-"""The same times give the same numbers: tests/golden.py says how.
+"""The same times give the same numbers, computed and printed; tests/golden.py replays the times.
 
-Names may change. So each number that was recorded must be among those of today, to the last digit:
-in the metrics of the same case, and in what was shown. Where a formula changes on purpose,
-`python tests/golden.py refresh` records what is made of the same times today.
+Names may change. Each recorded number must be among the present ones, to the last digit: in the
+metrics of the same case, and in the output. If a formula is changed on purpose, `python
+tests/golden.py refresh` records the new numbers for the same times.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests import golden, quotients
 
 
 def numbers_in(value: Any) -> Iterator[float]:
-    """All numbers in nested lists and objects. An estimate also tells how wide its interval is."""
+    """All numbers in nested lists and objects; of an estimate also the width of its interval."""
     if isinstance(value, dict):
         if value.keys() == {"value", "low", "high"} and value["low"] is not None:
             middle, low, high = value["value"], value["low"], value["high"]
@@ -31,7 +31,7 @@ def numbers_in(value: Any) -> Iterator[float]:
 
 
 def words_in(lines: list[str]) -> set[str]:
-    """The numbers that were shown, as they were written."""
+    """The numbers in the output, as printed."""
     return set(re.findall(r"(?<![\w.])-?\d[\d.,]*(?<![.,])", "\n".join(lines)))
 
 

@@ -1,5 +1,5 @@
-"""Numbers belong together if the contents that made them are the same: files, variables, versions,
-on every rank."""
+"""Numbers may be combined only if the same files, variables and versions made them, on all
+ranks."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def tiny(device):
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of collectives.py beside links to the harness."""
+    """A copy of collectives.py, with links to the harness."""
     folder = tmp_path / "copy"
     (folder / "benchmarks").mkdir(parents=True)
     for name in ("common", "benchmarks/workloads", "benchmarks/__init__.py"):
@@ -41,10 +41,10 @@ def edit(path: Path) -> None:
     path.write_text(f"{path.read_text()}\n# edited\n")
 
 
-def test_an_edited_model_is_another_model(
+def test_a_report_of_an_edited_model_is_not_resumed(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if a module was edited that the model imports, and if the report is complete."""
+    """The edited module is one that the model imports, and the report is already complete."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "layers.py").write_text("WIDTH = 4\n")
@@ -64,8 +64,8 @@ def test_an_edited_model_is_another_model(
     assert run.status == 0, run.err
 
 
-def test_a_resumed_run_marks_the_rows_of_before(bench: Callable[..., Any]) -> None:
-    """What was not checked is measured again; the report has the arguments of both parts."""
+def test_a_resumed_run_marks_the_earlier_rows(bench: Callable[..., Any]) -> None:
+    """Cases without a check are measured again. The report has the arguments of both parts."""
     assert bench("benchmarks/collectives.py", *FEW, "-c", "0", ranks=1).status == 0
     run = bench("benchmarks/collectives.py", *FEW, "--resume", ranks=1)
     assert run.status == 0, run.err
@@ -108,19 +108,19 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
 
 
 def test_ranks_with_other_files_are_refused(two_nodes: Callable[..., Warm], checkout: Path) -> None:
-    """Whatever git calls them."""
+    """Even if git reports the same commit."""
     edit(checkout)
     process = two_nodes([ROOT / "benchmarks" / "collectives.py", checkout], list(FEW))
-    assert process.wait(120) in (2, 3)  # 3: rank 1 was too slow to see why rank 0 ended
+    assert process.wait(120) in (2, 3)  # 3: rank 1 was too slow to learn why rank 0 ended
     begin = (
         "collectives.py: error: expected the same files on all ranks, but collectives.py of rank 1 "
     )
-    told = process.err.splitlines()  # one line of each rank that speaks for its node
+    told = process.err.splitlines()  # one line for each node
     assert any(line.startswith(begin) for line in told), process.err
 
 
-def test_variables_of_one_node(two_nodes: Callable[..., Warm], tmp_path: Path) -> None:
-    """They are a warning with both values, and in the report."""
+def test_variables_differ_between_nodes(two_nodes: Callable[..., Warm], tmp_path: Path) -> None:
+    """A warning has both values, and the report has them, too."""
     path = tmp_path / "report.jsonl"
     script = ROOT / "benchmarks" / "collectives.py"
     odd = {"NCCL_ALGO": "Ring", "NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_1"}

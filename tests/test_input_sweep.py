@@ -1,4 +1,4 @@
-"""input_sweep.py as its user runs it, with a slow decoder, a dead worker, and an early end."""
+"""input_sweep.py in full runs: with a slow decoder, a dead worker, an early end."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from benchmarks.input_sweep import FROM_DEVICE, make_files
 
 SCRIPT = "benchmarks/input_sweep.py"
 TINY = ("--samples", "25", "--image-size", "32", "--cache", "warm", "--warmup-iters", "1")
-FORK = ("--start-method", "fork")  # the faults are in this process
+FORK = ("--start-method", "fork")  # forked workers have the faults that are injected
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def short() -> Iterator[Path]:
 
 
 @pytest.mark.smoke
-def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], short: Path) -> None:
-    """5 ms for each of 32 images: 160 ms a step in the rank itself, by a clock that shows nothing
-    else. The delays of a worker are not on the clock of its rank; tests/pure/test_input_sweep.py
+def test_a_slow_decoder_is_measured_as_waiting(bench: Callable[..., Any], short: Path) -> None:
+    """5 ms for each of 32 images: 160 ms a step in the rank itself, by a clock that counts only
+    this delay. A worker's delays are not on the clock of its rank: tests/pure/test_input_sweep.py
     checks that workers do not run ahead in the resident blocks."""
     flags = ("--batch-size", "32", "--iters", "2", "--workers", "0,1", *FORK)
     run = bench(SCRIPT, *TINY, *flags, inject="planted-time,slow-decoder", TMPDIR=str(short))
@@ -45,8 +45,8 @@ def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], short: Path) ->
 
 
 @pytest.mark.smoke
-def test_a_path_that_is_too_long_for_sockets(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """Workers could not send their batches, and the ranks would wait for them."""
+def test_a_path_too_long_for_sockets(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """The workers could not send their batches, and the ranks would wait forever."""
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
     run = bench(SCRIPT, *TINY, "--workers", "1", ranks=0, TMPDIR=str(folder))
@@ -55,8 +55,8 @@ def test_a_path_that_is_too_long_for_sockets(bench: Callable[..., Any], tmp_path
 
 
 @pytest.mark.smoke
-def test_a_cold_folder_of_ones_own(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """The workers start as they do by default; 25 images for 2 ranks need padding."""
+def test_a_cold_folder_of_the_user(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """With the default start method of workers. 25 images for 2 ranks need padding."""
     folder = tmp_path / "images"
     folder.mkdir()
     make_files(25, folder, lambda phase: None)
@@ -69,7 +69,7 @@ def test_a_cold_folder_of_ones_own(bench: Callable[..., Any], tmp_path: Path) ->
 
 
 @pytest.mark.faults
-def test_a_dead_worker_and_a_wrong_epoch_are_rows_with_a_reason(bench: Callable[..., Any]) -> None:
+def test_a_dead_worker_and_a_wrong_epoch_are_failed_cases(bench: Callable[..., Any]) -> None:
     flags = ("--workers", "1,0", "--iters", "4", *FORK)
     run = bench(SCRIPT, *TINY, *flags, inject="worker-dies,same-part")
     assert run.status == 1
@@ -81,7 +81,7 @@ def test_a_dead_worker_and_a_wrong_epoch_are_rows_with_a_reason(bench: Callable[
 
 
 def left_over(folder: Path) -> list[psutil.Process]:
-    """The processes whose TMPDIR is this folder: also those whose parent has ended."""
+    """The processes whose TMPDIR is this folder, also those whose parent has ended."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -96,12 +96,12 @@ def left_over(folder: Path) -> list[psutil.Process]:
 def test_the_fork_server_and_its_workers_end_with_the_rank(
     start: Callable[..., Any], short: Path, number: signal.Signals
 ) -> None:
-    """Ctrl-C, which reaches all processes of the terminal, and a kill of the rank alone. No process
-    is left, no folder and no semaphore."""
+    """After Ctrl-C, which reaches all processes of the terminal, and after a kill of the rank
+    alone, no process, folder or semaphore is left."""
     flags = ("--workers", "2", "--iters", "100000", *TINY)
     process = start(SCRIPT, *flags, ranks=0, cold=True, TMPDIR=str(short))
     rank = process.parts[0]
-    # the rank, two shells that remove folders, resource tracker, fork server, two workers
+    # the rank, two shells that will remove folders, resource tracker, fork server, two workers
     process.until(lambda: len(left_over(short)) >= 7, seconds=120)
     maps = [row.path.removesuffix(" (deleted)") for row in rank.memory_maps()]
     semaphores = [Path(path) for path in maps if path.startswith("/dev/shm/sem.")]
@@ -120,8 +120,8 @@ def test_the_fork_server_and_its_workers_end_with_the_rank(
 def test_ranks_wait_for_the_files_longer_than_their_own_timers(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Rank 0 writes ten files, each of which takes 3.5 s to reach the disk. Rank 1 waits: its timer
-    of 1.5 * 8 + 20 = 32 s must not end it, because rank 0 makes progress."""
+    """Rank 0 writes ten files at 3.5 s each. Rank 1 waits. Its timer of 1.5 * 8 + 20 = 32 s must
+    not end it while rank 0 makes progress."""
     flags = ("--samples", "10", "--cache", "warm", "--image-size", "32", "--workers", "0")
     times = ("--iters", "2", "--warmup-iters", "1", "--timeout", "8")
     run = bench(SCRIPT, *flags, *times, inject="slow-files", cold=True, TMPDIR=str(tmp_path))
@@ -130,11 +130,11 @@ def test_ranks_wait_for_the_files_longer_than_their_own_timers(
 
 
 @pytest.mark.faults
-def test_nothing_is_left_where_all_are_killed(start: Callable[..., Any], short: Path) -> None:
-    """The files go, and so do the processes. test_checkpoint_sweep.py ends by Ctrl-C."""
+def test_nothing_is_left_when_all_ranks_are_killed(start: Callable[..., Any], short: Path) -> None:
+    """Neither files nor processes. test_checkpoint_sweep.py does the same with Ctrl-C."""
     flags = ("--workers", "1", "--iters", "100000", *TINY, *FORK)
     process = start(SCRIPT, *flags, TMPDIR=str(short))
-    # torchrun, two ranks, their workers and the shell that removes
+    # torchrun, two ranks, their workers and the shell that will remove the files
     process.until(lambda: [*short.glob("input_sweep-*/*/24.jpg")] and len(process.tree()) > 6)
     family = process.tree()
     for each in (process.parts[0], *process.ranks().values()):

@@ -1,4 +1,4 @@
-"""node_check.py as its user runs it; tests/pure/test_node_check.py has its judgement."""
+"""node_check.py in full runs; tests/pure/test_node_check.py tests its verdicts."""
 
 import os
 import re
@@ -12,13 +12,13 @@ import pytest
 from tests.pure.reports import run as analyse
 
 SCRIPT = "benchmarks/node_check.py"
-# no neighbour slows a rank down to a thirtieth: what such a margin names was planted
+# other processes do not slow a rank down 30 times: only a planted fault exceeds this margin
 SURE = ("--iters", "6", "--margin", "30")
 
 
 @pytest.mark.smoke
 def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """Two nodes of two ranks: all that there is to measure, and to export."""
+    """Two nodes of two ranks: everything is measured, and export.py reads it."""
     bad = tmp_path / "bad.txt"
     flags = ("--budget", "200", *SURE, "--exclude-file", str(bad))
     run = bench(SCRIPT, *flags, nodes=2, inject="quiet")
@@ -36,7 +36,7 @@ def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
     assert len({case.metrics["bits"] for case in alone}) == 1
     assert {tuple(case.samples_s) for case in alone} == {("matmul_fp32", "copy", "launch")}
     a, b, c, d = (case.metrics["all_reduce_inside_s"] for case in together)
-    assert (a, c) == (b, d)  # the slowest rank's, of nodes and of rails
+    assert (a, c) == (b, d)  # each pair has the value of its slowest rank
     a, b, c, d = (case.metrics["all_reduce_between_s"] for case in together)
     assert (a, b) == (c, d)
     assert "\nlinks\n\n2 rounds, messages of 4,194,304 bytes\n" in run.out
@@ -47,7 +47,7 @@ def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_a_budget_that_is_too_small(bench: Callable[..., Any]) -> None:
+def test_a_budget_too_small_for_one_case(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, "--budget", "0.1", ranks=0)
     assert run.status == 2
     assert "--budget 0.1 ends before the first case; e.g. --budget 60" in run.err
@@ -55,14 +55,14 @@ def test_a_budget_that_is_too_small(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """At half speed not beside other processes: then nothing is written. With --resume all is
-    measured again."""
+    """At half speed while other processes are busy: there is no verdict, and no file is written.
+    With --resume everything is measured again."""
     bad = tmp_path / "bad.txt"
     flags = ("--budget", "60", "--exclude-file", str(bad), *SURE)
     run = bench(SCRIPT, *flags, ranks=4, inject="half-speed,neighbours")
     cores = len(os.sched_getaffinity(0))
     verdict = f"cannot be told: other processes used {0.8 * cores:.1f} of {cores} cores"
-    assert run.status == 1  # of torchrun; its summary has that of the ranks
+    assert run.status == 1  # torchrun's own; its summary has the ranks' status
     assert "exitcode  : 4 " in run.err
     assert run.out.splitlines()[-1].startswith(f"# {verdict}")
     assert run.reason.startswith(verdict)
@@ -74,7 +74,7 @@ def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     assert bad.read_text() == f"{socket.gethostname()}\n"
     assert run.reason == run.out.splitlines()[-1].removeprefix("# ")
-    # nothing of the first run is in the report: its second attempts would count as this run's
+    # the report has nothing of the first run, whose second attempts would count as this run's
     assert (tmp_path / "a folder" / "report.jsonl.bak").exists()
     assert run.report.resumed == []
     assert {case.key["attempt"] for case in run.report.cases} == {1, 2}
@@ -82,8 +82,8 @@ def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None
 
 @pytest.mark.faults
 def test_wrong_numbers_and_limits_are_named(bench: Callable[..., Any]) -> None:
-    """Rank 1 computes another product than two others, and a wrong sum: that is so beside other
-    processes, too. No rank is fast enough."""
+    """Rank 1 computes a wrong product and a wrong sum, which other busy processes do not excuse.
+    No rank is fast enough."""
     faults = "wrong-product,wrong-sum,neighbours"
     run = bench(SCRIPT, "--min-tflops", "1000", *SURE, ranks=3, inject=faults)
     assert "exitcode  : 1 " in run.err

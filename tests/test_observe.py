@@ -1,4 +1,4 @@
-"""Observers do not affect measurements: common/observe/ may be deleted, or fail."""
+"""Measuring does not depend on common/observe/, which may be deleted, or fail."""
 
 import shutil
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SHORT = (*FLAGS, "--iters", "2", "--world-sizes", "2", "--no-breakdown")
 
 
 @pytest.mark.smoke
-def test_without_the_folder_the_same_cases_are_written(
+def test_the_same_cases_are_written_without_the_folder(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
     for folder in ("benchmarks", "common"):
@@ -44,7 +44,7 @@ class Broken(benchmark.Observer):
         raise RuntimeError("end")
 
 
-def test_an_error_of_an_observer_is_a_line() -> None:
+def test_an_error_of_an_observer_is_printed_in_a_line() -> None:
     case, lines = Case(key={}, ranks=[0]), list[str]()
     broken = Broken.__new__(Broken)
     bench: Any = benchmark.Benchmark.__new__(benchmark.Benchmark)
@@ -61,7 +61,7 @@ def test_an_error_of_an_observer_is_a_line() -> None:
 def test_an_error_while_a_trace_is_made_fails_the_case(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The other rank waits within it, and nothing else would end that."""
+    """The other rank waits while a trace is made, and nothing else would end its wait."""
     flags = (*SHORT, "--profile", str(tmp_path / "traces"))
     run = bench("benchmarks/ddp_sweep.py", *flags, inject="profiler-raises")
     assert run.status == 1

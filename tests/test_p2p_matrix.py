@@ -1,4 +1,4 @@
-"""p2p_matrix.py as its user runs it. tests/pure/test_links.py has the arithmetic."""
+"""p2p_matrix.py in full runs; tests/pure/test_links.py tests the arithmetic."""
 
 import re
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def test_every_pair_and_a_heat_map(bench: Callable[..., Any], tmp_path: Path) ->
     assert run.out.count(", by rank") == 4
     assert "; messages of 4K bytes (latency: 8), 2 per sample\n" in run.out
     assert path.read_bytes().startswith(b"\x89PNG")
-    # all of it was measured earlier; the load of that time is not in the report
+    # everything was measured earlier, and the report does not have the load at that time
     run = bench(SCRIPT, *SHORT, "--resume", ranks=3)
     assert run.status == 0, run.err
     first, *_ = [line for line in run.out.splitlines() if line.startswith("# measured ")]
@@ -44,7 +44,7 @@ def test_by_node(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 def test_wrong_data_and_a_slow_rank_are_named(bench: Callable[..., Any]) -> None:
-    """Rank 1 receives a wrong byte in each of its 4 rounds; rank 2 sends late."""
+    """Rank 1 receives a wrong byte in each of its 4 rounds, and rank 2 sends late."""
     run = bench(
         SCRIPT, *SHORT, "--serial", inject="planted-time,one-wrong-value,slow-sends,quiet", ranks=5
     )

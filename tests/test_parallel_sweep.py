@@ -1,4 +1,4 @@
-"""parallel_sweep.py as its user runs it: every kind of mesh, its check, and a planted delay."""
+"""parallel_sweep.py in full runs: every kind of mesh, the check, a planted delay."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ SMALL = ("--sequence-length", "32", "--global-batch", "8", "--warmup-iters", "0"
 
 @pytest.mark.smoke
 def test_meshes_pass_their_check(bench: Callable[..., Any]) -> None:
-    """Those of a single axis are in the next tests."""
+    """Meshes of one axis are in the next tests."""
     meshes = ["dp2x2", "dp2tp2", "cp2tp2", "pp4:gpipe", "dp2pp2:izb", "dp2pp2:zbv"]
     meshes.append("pp2tp2:interleaved")
     flags = ("--iters", "1", "--no-breakdown", "--mesh", ",".join(meshes))
@@ -24,17 +24,17 @@ def test_meshes_pass_their_check(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_experts_and_their_twins(bench: Callable[..., Any]) -> None:
+def test_a_mesh_with_experts(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SMALL, "--iters", "1", "--mesh", "dp2ep2", ranks=4)
     assert run.status == 0, run.out + run.err
     (case,) = run.report.cases
     assert case.check == "passed"
-    # the ranks of ep share the other weights: they are ranks of dp, too
+    # the ranks of ep also are ranks of dp, because they share the other weights
     assert {"compute_s", "exposed_dp_s", "exposed_ep_s"} <= set(case.metrics)
 
 
 @pytest.mark.faults
-def test_a_wrong_average_fails_its_mesh_and_no_other(bench: Callable[..., Any]) -> None:
+def test_a_wrong_average_fails_only_its_mesh(bench: Callable[..., Any]) -> None:
     flags = (*SMALL, "--iters", "1", "--mesh", "dp2,ddp2,tp2,pp2:1f1b")
     run = bench(SCRIPT, *flags, inject="wrong-axis")
     assert run.status == 1
@@ -48,8 +48,8 @@ def test_a_wrong_average_fails_its_mesh_and_no_other(bench: Callable[..., Any]) 
 
 
 @pytest.mark.faults
-def test_a_rank_that_raises_fails_its_case_and_no_other(bench: Callable[..., Any]) -> None:
-    """The other one waits for it in the groups of the mesh, which are aborted."""
+def test_a_rank_that_raises_fails_only_its_case(bench: Callable[..., Any]) -> None:
+    """The other rank waits for it in the groups of the mesh, which are aborted."""
     flags = (*SMALL, "--iters", "5", "--no-breakdown", "--mesh", "cp2,dp2")
     run = bench(SCRIPT, *flags, inject="step-raises")
     assert run.status == 1
@@ -60,7 +60,7 @@ def test_a_rank_that_raises_fails_its_case_and_no_other(bench: Callable[..., Any
 
 @pytest.mark.faults
 def test_a_planted_delay_is_found_on_its_axis(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """10 ms more for each collective of one axis, by a clock that shows nothing else."""
+    """10 ms for each collective of one axis, by a clock that counts only these delays."""
     calls, flags = tmp_path / "calls", (*SMALL, "--iters", "2", "--mesh", "cp2")
     planting = {"SLOW": "dp of cp2", "DELAY": "0.01", "CALLS": str(calls)}
     run = bench(SCRIPT, *flags, inject="planted-time,slow-axis", **planting)

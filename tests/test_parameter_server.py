@@ -1,4 +1,4 @@
-"""parameter_server.py as its user runs it: routes, and faults that it must name."""
+"""parameter_server.py in full runs: routes, and faults that it must name."""
 
 import re
 import statistics
@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = "benchmarks/parameter_server.py"
 SMALL = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
-# buckets of a layer each, and 5 batches that no number of trainers but 1 and 5 shares out evenly
+# one layer a bucket, and 5 batches, which only 1 or 5 trainers share evenly
 FEW = "--sample-count 20 --batch-size 4 --bucket-size 0.001"
 TINY = (*SMALL.split(), *FEW.split(), "--device", "cpu", "--warmup-iters", "1")
 
@@ -21,9 +21,9 @@ def checks(run: Any) -> dict[str, str]:
 @pytest.mark.smoke
 @pytest.mark.oldest
 def test_five_processes(bench: Callable[..., Any]) -> None:
-    """2 trainers, 2 servers and the master; the names of PyTorch's hooks; an epoch of 3 steps.
+    """2 trainers, 2 servers and the master, with PyTorch's names of the hooks. An epoch is 3 steps.
 
-    Torch 2.11 hung where a later case made a second group over the same ranks.
+    Torch 2.11 hung if a later case made a second group of the same ranks.
     """
     flags = (*TINY, "--epochs", "3", "--servers", "running", "--timeout", "40", "--nserver", "2")
     flags += ("--rpc-threads", "2", "--rpc_transports", "uv", "--rpc_timeout", "60")
@@ -33,25 +33,25 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
     assert "an epoch is 3 steps of 4 samples" in run.out
     through = ["rpc running", "sparse_rpc running"]
-    # those without servers first
+    # routes without servers come first
     assert checks(run) == dict.fromkeys(["allreduce", "hybrid", *through], "passed")
     cases = {case.name: case for case in run.report.cases}
     for name, case in cases.items():
         assert case.ranks == [0, 1]
         trainers = case.metrics["trainers"]
         assert list(trainers) == ["trainer0", "trainer1", "all"]
-        # only timed steps count: 9 of each trainer
+        # only timed steps count: 9 for each trainer
         assert trainers["trainer1"]["forward"]["count"] == 9
         assert trainers["all"]["hook sparse"]["count"] == 18
-        # within a step: no trainer's longest bucket takes longer than its longest backward
+        # a trainer's longest bucket is within a backward, and a backward within a step
         longest = {phase: found["max_s"] for phase, found in trainers["all"].items()}
         assert 0 < longest["hook dense"] <= longest["backward"] <= longest["batch"]
         assert 0 < case.metrics["hook_s"].value <= longest["backward"]
         assert ("servers" in case.metrics) == (name in through)
         step_s = case.metrics["step_s"].value
         assert case.metrics["samples_per_s"].value == pytest.approx(2 * 4 / step_s)
-    # a bucket for each layer and the embedding of each of 9 steps, spread over the servers; of
-    # sparse_rpc the embedding's
+    # in each of 9 steps a bucket for each layer and for the embedding, spread over the servers;
+    # with sparse_rpc only the embedding's
     dense = cases["allreduce"].metrics["trainers"]["trainer0"]["hook dense"]["count"]
     servers = cases["rpc running"].metrics["servers"]
     counts = [servers[name]["straggler"]["count"] for name in ("server0", "server1", "all")]
@@ -62,8 +62,8 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.smoke
 def test_servers_with_trainers_of_their_own(bench: Callable[..., Any]) -> None:
-    """4 trainers, 2 servers: server 0 averages all buckets of trainers 0 and 1, server 1 those of 2
-    and 3. With `buckets` one server of sparse_rpc is idle, and a line says so."""
+    """4 trainers, 2 servers: server 0 averages all buckets of trainers 0 and 1, server 1 those of
+    trainers 2 and 3. With `buckets` one server of sparse_rpc is idle, and a line says so."""
     flags = (*TINY, "--iters", "6", "--servers", "running", "--nserver", "2", "--rpc-threads", "2")
     routes = ("--routes", "allreduce,rpc,sparse_rpc", "--placement", "buckets,grouped")
     run = bench(SCRIPT, *flags, *routes, ranks=7)
@@ -102,9 +102,9 @@ def test_servers_with_trainers_of_their_own(bench: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "fault", "words"),
     [
-        # rank 2 is the server of trainer 0 alone
+        # rank 2 serves trainer 0 alone
         (5, "wrong-answer", "the gradient of embedding.weight is off the trainers' mean by 0.001"),
-        # trainers 0 and 1 have a server in common
+        # trainers 0 and 1 share a server
         (7, "drifting-replica", "after the steps the parameters of rank 1 differ from rank 0's"),
     ],
 )
@@ -119,9 +119,9 @@ def test_a_fault_within_a_group(
 
 
 @pytest.mark.faults
-def test_a_wrong_answer_and_a_replica_that_drifts(bench: Callable[..., Any]) -> None:
-    """A server answers one thousandth too much. Rank 1 drifts by less than the check of gradients
-    sees; bit for bit it shows."""
+def test_a_wrong_answer_and_a_drifting_replica(bench: Callable[..., Any]) -> None:
+    """A server's answer is too large by one thousandth. Rank 1 drifts by less than the tolerance of
+    the gradients; only the comparison of all bits of the parameters finds it."""
     flags = (*TINY, "--iters", "6", "--routes", "sparse_rpc,rpc,allreduce", "--servers", "batch")
     run = bench(SCRIPT, *flags, ranks=4, inject="wrong-answer,drifting-replica")
     assert run.status != 0
@@ -136,7 +136,7 @@ def test_a_wrong_answer_and_a_replica_that_drifts(bench: Callable[..., Any]) -> 
 
 @pytest.mark.faults
 def test_nobody_waits_long_for_a_server_that_failed(bench: Callable[..., Any]) -> None:
-    """Its trainers wait 2 s for the average; the run goes on with the next kind of server."""
+    """Its trainers wait 2 s for the average. The run continues with the next kind of server."""
     flags = (*TINY, "--iters", "30", "--routes", "rpc", "--straggler-timeout", "2")
     run = bench(SCRIPT, *flags, "--timeout", "60", ranks=4, inject="server-raises")
     assert run.status != 0

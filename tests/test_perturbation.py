@@ -1,4 +1,4 @@
-"""tests/perturbation.py runs, and prints a ratio for each step."""
+"""tests/perturbation.py runs and prints a ratio for each step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 
 
 @pytest.mark.smoke
-def test_each_step_has_its_ratios(start: Callable[..., Any]) -> None:
-    """Messages, an RPC, and a training step, which is in `first`."""
+def test_a_ratio_of_each_step(start: Callable[..., Any]) -> None:
+    """Messages, RPCs, and a training step (`first`)."""
     flags = ("--device", "cpu", "--seconds", "0.02", "--pairs", "1")
     process = start("tests/perturbation.py", "--kinds", "send,batch_update,first", *flags)
     assert process.wait(120) == 0, process.err
@@ -18,4 +18,4 @@ def test_each_step_has_its_ratios(start: Callable[..., Any]) -> None:
     sizes = ["send 64", "send 64K", "send 16M", "batch_update 4K", "batch_update 4M"]
     assert [" ".join(row[:2]) for row in rows] == sizes
     for row in rows:
-        assert row.count("(no") == 2  # of one pair there is no interval
+        assert row.count("(no") == 2  # one pair has no interval

@@ -1,6 +1,7 @@
-"""The scripts that replace a program of PyTorch compute what a plain loop of its step computes.
+"""The scripts that replace programs of PyTorch compute the losses that plain loops compute.
 
-tests/plain_loops.py has the loops, in code of their own: same model, batches, optimizer, processes.
+The loops in tests/plain_loops.py share no code with the scripts, but have the same model, batches,
+optimizer and processes.
 """
 
 import json
@@ -11,14 +12,14 @@ from typing import Any
 import pytest
 
 STEPS = 3
-# what the script computes beside: the losses that a plain loop has, in the same order
+# from the script's losses those that the plain loop has, in the same order
 SAME: dict[str, Callable[[list[float]], list[float]]] = {
-    # after a check of 3 batches by the trainer and by one process
+    # before them a check computes 3 batches on the trainer and in one process
     "ddp_rpc": lambda losses: losses[6:],
     "ddp_sweep": lambda losses: losses,
-    # in the check each batch is first computed without averaging
+    # the check first computes each batch without averaging
     "parameter_server": lambda losses: losses[:8:2] + losses[8:],
-    # one before the start
+    # one loss before the start
     "batch_update_ps": lambda losses: losses[1:],
     "compile_sweep": lambda losses: losses[:1],
 }
@@ -27,20 +28,20 @@ SAME: dict[str, Callable[[list[float]], list[float]]] = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("source", SAME)
 def test_the_losses_are_those_of_a_plain_loop(source: str, start: Callable[..., Any]) -> None:
-    """With one trainer for ddp_rpc: two change its tables at the same time, in any order."""
+    """ddp_rpc with one trainer: two would change its tables at the same time, in any order."""
     ranks = 3 if source == "ddp_rpc" else 4
     flags = ("--kinds", source, "--losses", str(STEPS), "--device", "cpu")
     process = start("tests/perturbation.py", *flags, ranks=ranks)
     assert process.wait(240) == 0, process.err
-    found = [json.loads(text) for text in re.findall(r"\{.*?\}", process.out)]  # one of each rank
+    found = [json.loads(text) for text in re.findall(r"\{.*?\}", process.out)]  # one a rank
     assert sorted(entry["rank"] for entry in found) == list(range(ranks - 2))
-    # on the first of several trainers a check computes losses as well
+    # not the first of several trainers: its check computes more losses
     last = max(found, key=lambda entry: entry["rank"])
     plain, script = last["plain"], SAME[source](last["script"])
     count = min(len(plain), len(script))
     assert count >= {"ddp_rpc": 10 * STEPS, "compile_sweep": 1}.get(source, STEPS)
-    # a softmax before the loss: from step to step it changes in the sixth digit
+    # with a softmax before the loss, the loss changes in the sixth digit from step to step
     tolerance = 1e-6 if source == "parameter_server" else 1e-5
     assert script[:count] == pytest.approx(plain[:count], rel=tolerance)
-    if source != "compile_sweep":  # it trains; the first loss is not by chance that of the last
+    if source != "compile_sweep":  # the model trains, so the losses change
         assert plain[count - 1] != plain[0]

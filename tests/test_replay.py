@@ -1,4 +1,4 @@
-"""replay.py as its user runs it; tests/pure/test_replay.py has what it reads and computes."""
+"""replay.py in full runs; tests/pure/test_replay.py tests what it reads and computes."""
 
 import json
 import re
@@ -20,7 +20,7 @@ RECORDING = ROOT / "tests" / "recording"
 def test_a_job_is_recorded_and_replayed(
     bench: Callable[..., Any], start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """FSDP2 x TP: all operations that the flight recorder has."""
+    """FSDP2 x TP: all operations of the flight recorder are replayed."""
     folder = tmp_path / "a trace"
     process = start("examples/record_collectives.py", str(folder), ranks=4)
     assert process.wait(180) == 0, process.err
@@ -30,14 +30,15 @@ def test_a_job_is_recorded_and_replayed(
     assert case.check == "passed"
     assert re.search(r"^# not replayed: 0 of [1-9]\d+$", run.out, re.MULTILINE)
     assert {row["group"] for row in case.metrics["operations"]} == {"mesh_dp", "mesh_tp"}
-    # every replay with gaps ends no earlier than the job did
+    # no replay with gaps is faster than the job was
     slowest = [max(times) for times in zip(*case.samples_s["step"], strict=True)]
     assert min(slowest) / 3 >= case.metrics["job_step_s"]
 
 
 @pytest.mark.smoke
 def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """A job with DDP; rank 0 has recorded two operations more, rank 1 one that rank 0 has not."""
+    """A job with DDP. Rank 0 recorded two operations more, rank 1 one that rank 0 did not
+    record."""
     for path in RECORDING.iterdir():
         trace = json.loads(path.read_text())
         last, begin = trace["entries"][-1], {"time_created_ns": trace["started_ns"]}
@@ -57,7 +58,7 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
     assert "\n".join(lines) in run.out
     rows = run.report.cases[0].metrics["operations"]
     assert [(row["size_bytes"], row["calls"]) for row in rows] == [(1049600, 1), (3154944, 1)]
-    # the key has the recording, so that of another job would be listed
+    # the recording is in the key: a recording of another job would be listed
     planned = bench(SCRIPT, str(tmp_path), *SHORT, "--dry-run", "--resume")
     assert planned.out.endswith("\n# 0 cases; nothing was measured\n"), planned.err
 
@@ -87,8 +88,8 @@ def test_a_replay_without_gaps(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_another_order_on_a_rank_is_refused(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """Its replay would end in an error of gloo, or never."""
+def test_another_order_on_one_rank_is_refused(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """A replay would end with an error of gloo, or never."""
     for path in RECORDING.iterdir():
         trace = json.loads(path.read_text())
         if path.stem == "fr_1":

@@ -1,4 +1,4 @@
-"""report.py's page in a browser: Debian's chromium, headless, at two widths, light and dark."""
+"""The page of report.py in headless chromium: at two widths, light and dark."""
 
 import html
 import json
@@ -16,8 +16,8 @@ from tests.pure.reports import ROOT, case, estimate, run, start, write
 
 SMALL = ROOT / "tests" / "golden" / "small.jsonl"
 CHROMIUM = shutil.which("chromium")
-# The page in a frame of a given width, since a window of headless chromium is 500 px at least. Once
-# it is there, what was measured takes the place of the document.
+# The page is in a frame of a given width, because a window of headless chromium is at least 500 px
+# wide. Once the page is loaded, the measurements replace the document.
 WRAPPER = """<!doctype html><meta charset="utf-8"><body>
 <iframe width="WIDTH" height="HEIGHT" style="border: 0" srcdoc="PAGE"></iframe>
 <script>
@@ -58,7 +58,7 @@ def wide_report(path: Path) -> str:
 
 
 def look(folder: Path, page: str, width: int, height: int, scheme: int) -> tuple[Any, list[str]]:
-    """What the browser has measured of the page, and the messages in its console."""
+    """What the browser measures on the page, and the messages in its console."""
     parts = {"WIDTH": str(width), "HEIGHT": str(height), "PAGE": html.escape(page)}
     path = folder / "wrapper.html"
     path.write_text(re.sub("WIDTH|HEIGHT|PAGE", lambda match: parts[match[0]], WRAPPER))
@@ -83,7 +83,7 @@ def sides(folder: Path) -> list[str]:
 
 LOOKS = list(
     product(((1300, 900), (420, 800)), ((0, "rgb(255, 255, 255)"), (1, "rgb(0, 0, 0)")))
-)  # width and height; dark and light, with the colour of the text
+)  # width and height; dark or light, and the colour of text
 needs_chromium = pytest.mark.skipif(
     not CHROMIUM and "CI" not in os.environ, reason="no chromium; see .ci/packages"
 )
@@ -92,7 +92,7 @@ needs_chromium = pytest.mark.skipif(
 @pytest.mark.smoke
 @needs_chromium
 def test_the_page_of_a_comparison_in_a_browser(tmp_path: Path) -> None:
-    """The verdicts are on the first screen, within its width. No title and no text of a figure is
+    """The verdicts are on the first screen, within its width. No title and no text in a figure is
     cut off."""
     path = tmp_path / "page.html"
     done = run("report.py", *sides(tmp_path), "-o", str(path))

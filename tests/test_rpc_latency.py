@@ -1,4 +1,4 @@
-"""rpc_latency.py as its user runs it, its sockets, its faults, its formulas by hand."""
+"""rpc_latency.py in full runs, with faults, and its formulas against values computed by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def test_every_operation_with_two_callers_on_three_nodes(bench: Callable[..., An
     ],
     ids=["transport", "timeout"],
 )
-def test_what_keeps_rpc_from_starting_is_one_line(
+def test_rpc_that_cannot_start_is_reported_in_one_line(
     flags: list[str], said: str, bench: Callable[..., Any]
 ) -> None:
     run = bench(SCRIPT, *SHORT, *flags)
@@ -52,11 +52,11 @@ def test_what_keeps_rpc_from_starting_is_one_line(
 
 
 @faults
-def test_a_rank_that_dies_as_rpc_starts_is_named(bench: Callable[..., Any]) -> None:
+def test_a_rank_that_dies_while_rpc_starts(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, inject="dies-as-rpc-starts")
     assert run.status == 1
     assert "Signal 9 (SIGKILL)" in run.err
-    assert "Process group" not in run.err  # torch's own slip on the other rank
+    assert "Process group" not in run.err  # torch's misleading warning on the other rank
 
 
 @faults

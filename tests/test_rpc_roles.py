@@ -1,4 +1,4 @@
-"""common/rpc.py: roles, settings, and refusals of its four scripts before the rendezvous."""
+"""common/rpc.py: roles, settings, and refusals of its four scripts before they connect."""
 
 import runpy
 import sys
@@ -18,7 +18,7 @@ from tests.process import ROOT
 
 
 def test_a_torch_without_tensorpipe(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """In one line, before the script's own functions need torch.distributed.rpc."""
+    """Refused in one line, before the script's functions need torch.distributed.rpc."""
     for name in ("TensorPipeAgent", "functions"):
         monkeypatch.delattr(torch.distributed.rpc, name)
     monkeypatch.delattr(torch.distributed.optim, "DistributedOptimizer")
@@ -37,7 +37,7 @@ def test_a_torch_without_tensorpipe(monkeypatch: pytest.MonkeyPatch, capsys: Any
     [
         (3, "--ntrainer 3 --routes allreduce", (range(3), range(3, 3), None)),
         (4, "--ntrainer 3 --routes allreduce", (range(3), range(3, 3), 3)),
-        (5, "--routes hybrid,allreduce", (range(3), range(3, 4), 4)),  # as with all routes
+        (5, "--routes hybrid,allreduce", (range(3), range(3, 4), 4)),  # some routes need a server
     ],
 )
 def test_no_server_where_no_route_needs_one(
@@ -55,14 +55,14 @@ def test_no_server_where_no_route_needs_one(
     ("cores", "ranks", "threads", "transports"),
     [
         (8, 2, 4, ["auto"]),  # its share of the cores
-        (2, 4, 2, ["uv"]),  # shm would slow the ranks
+        (2, 4, 2, ["uv"]),  # shm would take cores from the ranks' work
         (64, 1, 16, ["auto"]),
     ],
 )
-def test_threads_and_transports_that_are_not_asked_for(
+def test_default_threads_and_transports_of_rpc(
     cores: int, ranks: int, threads: int, transports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At least 2: with 1 a function that makes an RPC would wait for itself."""
+    """At least 2 threads: with 1 a function that makes an RPC would wait for itself."""
     monkeypatch.setattr("common.rpc.share", lambda value: value)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
     bench = Mock(job=Mock(local_world_size=ranks))
@@ -71,7 +71,7 @@ def test_threads_and_transports_that_are_not_asked_for(
     assert found == RpcOptions(threads, 600.0, transports, ["auto"])
 
 
-def test_files_that_rpc_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_open_files_is_raised_for_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
     """The soft limit is raised as needed, up to the hard limit. 17 ranks need 150 + 17 * 60 files,
     with uv 150 + 17 * 10."""
     limits, calls = [(64, 1024), (64, 1024), (64, -1), (-1, -1)], []
@@ -102,8 +102,8 @@ def test_roles_and_device_maps() -> None:
 
 
 def test_cases_of_parameter_server() -> None:
-    """Those without servers come first; how tensors travel is in the key. NCCL has no sparse
-    all-reduce."""
+    """Cases without servers come first. The key says how tensors travel. NCCL has no sparse
+    all-reduce, so its embedding is dense."""
     args = parameter_server.parse_args(["--servers", "batch", "--routes", "rpc,allreduce"])
     roles = split_roles(4, 2, 1, master=True)
     for backend in ("gloo", "nccl"):
@@ -117,8 +117,8 @@ def test_cases_of_parameter_server() -> None:
     assert names == ["allreduce", "hybrid", *through]
 
 
-def test_a_trainer_counts_in_the_mean_of_its_server() -> None:
-    """6 trainers and 3 servers: 2 to each, or all 6 to every bucket."""
+def test_how_many_trainers_a_server_averages() -> None:
+    """6 trainers and 3 servers: 2 for each server, or all 6 for every bucket."""
     key: dict[str, Any] = {"ranks": 6, "servers": 3}
     counts = [
         parameter_server.trainers_of_a_server(key | {"placement": p})

@@ -1,4 +1,4 @@
-"""tests/scale.py: what the harness costs, by the number of ranks."""
+"""tests/scale.py measures what the harness costs as the number of ranks grows."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tests.scale import row_of
 
 
 def test_a_row_by_hand() -> None:
-    """Medians of the rounds; ratios to a bare new_group."""
+    """Medians of the rounds, and ratios to a bare new_group."""
     seconds = {"new_group": [0.1, 0.1, 0.2], "first case": [0.2, 0.225, 0.9], "join": [3.0]}
     seconds |= {"next case": [0.05], "nothing timed": [0.03, 0.02]}
     row = list(row_of(64, seconds).values())

@@ -1,6 +1,6 @@
-"""What the five source programs print is on a terminal of 160 columns: docs/sources.md.
+"""Everything that the five source programs print, their replacements print in 160 columns.
 
-Each test runs a script and looks for every quantity that its source prints.
+docs/sources.md lists it. Each test runs a script and looks for every quantity of its source.
 """
 
 import re
@@ -20,13 +20,13 @@ PERCENTILES = ("p50", "p75", "p90", "p95")
 
 @pytest.fixture
 def shown(start: Callable[..., Any]) -> Callable[..., str]:
-    """shown("x", *flags, ranks=2, columns=160): what benchmarks/x.py prints on a terminal."""
+    """shown("x", *flags, ranks=2, columns=160): the output of benchmarks/x.py on a terminal."""
 
     def run(script: str, *flags: str, ranks: int, columns: int = 160) -> str:
         process = start(f"benchmarks/{script}.py", *CPU, *flags, ranks=ranks, columns=columns)
         assert process.wait(240) == 0, process.err
         lines = process.out.splitlines()
-        tables = [line for line in lines if not line.startswith("#")]  # paths are not folded
+        tables = [line for line in lines if not line.startswith("#")]  # a path may be longer
         assert max(map(len, tables)) <= columns
         return process.out
 
@@ -34,9 +34,9 @@ def shown(start: Callable[..., Any]) -> Callable[..., str]:
 
 
 def table(text: str, *headers: str) -> list[dict[str, str]]:
-    """The rows of the tables whose header has these words, as {column: cell}.
+    """The rows of all tables whose header has these words, as {column: cell}.
 
-    A column's name is its header in one line, such as `p50 sec/iter`. An empty cell is "".
+    The name of a column is its whole header in one line, e.g. `p50 sec/iter`. An empty cell is "".
     """
     rows: list[dict[str, str]] = []
     lines = text.splitlines()
@@ -54,9 +54,9 @@ def table(text: str, *headers: str) -> list[dict[str, str]]:
         for line in lines[number + 1 :]:
             if not line.strip():
                 break
-            if line.startswith("#"):  # a remark about the row above it, such as `two modes`
+            if line.startswith("#"):  # a remark on the row above, e.g. `two modes`
                 continue
-            cells = re.split("  +", line.strip())  # a wide cell moves those behind it
+            cells = re.split("  +", line.strip())  # a wide cell moves the cells after it
             if len(cells) != len(names):
                 cells = [line[a:b].strip() for a, b in spans]
             rows.append(dict(zip(names, cells, strict=True)))
@@ -79,7 +79,7 @@ def test_the_table_is_read_column_by_column() -> None:
 
 
 def test_ddp_rpc(shown: Callable[..., str]) -> None:
-    """Versions and topology; percentiles and rates for each trainer and for all."""
+    """Versions and topology; percentiles and rates of each trainer and of all."""
     out = shown("ddp_rpc", "--epochs", "3", "--autograd", "manual", ranks=5)
     assert re.search(PREAMBLE, out, re.MULTILINE)
     seconds, rates = ([f"{p} {unit}" for p in PERCENTILES] for unit in ("sec/epoch", "samples/s"))
@@ -91,7 +91,7 @@ def test_ddp_rpc(shown: Callable[..., str]) -> None:
 
 
 def test_ddp_sweep(shown: Callable[..., str]) -> None:
-    """The backend, the bucket size; percentiles and rates for no ddp, one rank and two."""
+    """The backend and the bucket size; percentiles and rates of no ddp, one rank and two."""
     small = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
     out = shown("ddp_sweep", *small, "--bucket-size", "3", "--iters", "2", ranks=2)
     assert re.search(PREAMBLE, out, re.MULTILINE)
@@ -106,7 +106,7 @@ def test_ddp_sweep(shown: Callable[..., str]) -> None:
 
 def test_parameter_server(shown: Callable[..., str]) -> None:
     """The arguments; five statistics of each phase, for each trainer, for each server and for all.
-    A worker that took no part in a phase, such as a server without buckets, has no row."""
+    A worker without a phase, e.g. a server without buckets, has no row."""
     sizes = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
     flags = f"{sizes} --sample-count 20 --batch-size 4 --bucket-size 0.001 --iters 2 --routes rpc"
     out = shown("parameter_server", *flags.split(), "--nserver", "2", ranks=5)
@@ -128,7 +128,7 @@ def test_parameter_server(shown: Callable[..., str]) -> None:
 
 
 def test_batch_update_ps(shown: Callable[..., str]) -> None:
-    """Which gradients have arrived, out of how many; each update; the time of the run."""
+    """Which gradients have arrived, of how many; each update; the time of the run."""
     flags = ("--payload", "module", "--iters", "4", "--log-updates")
     out = shown("batch_update_ps", *flags, ranks=3)
     for count in (1, 2):
@@ -138,7 +138,7 @@ def test_batch_update_ps(shown: Callable[..., str]) -> None:
 
 
 def test_compile_sweep(shown: Callable[..., str]) -> None:
-    """The mean of forward and backward is the first number, and stays in a narrow terminal."""
+    """The mean of forward and backward is the first number, also in a narrow terminal."""
     flags = ("--strategies", "ddp", "--backends", "eager", "--iters", "2")
     wide = shown("compile_sweep", *flags, ranks=2)
     (row,) = table(wide, "fwd+bwd mean (s)")

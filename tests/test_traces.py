@@ -1,4 +1,4 @@
-"""--profile as its user runs it: the files, the ranges in them, and the report beside them."""
+"""--profile in a full run: the files, the ranges in them, and the report."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ import pytest
 
 
 def communication_by_range(file: Path) -> dict[str, list[int]]:
-    """How many of gloo's operations began in each range of a trace, by the range's name."""
+    """How many operations of gloo began in each range of a trace, by the range's name."""
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     begun = [event["ts"] for event in complete if event["name"].startswith("gloo:")]
@@ -24,8 +24,8 @@ def communication_by_range(file: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.smoke
-def test_a_silent_axis_is_gone_from_the_trace(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """Rank 1 alone writes a trace; the samples are as without the flag."""
+def test_a_trace_without_an_axis_communicating(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """Only rank 1 writes a trace. The samples are as without the flag."""
     folder = tmp_path / "tr aces"
     flags = ("--sequence-length", "32", "--global-batch", "8", "--warmup-iters", "0")
     asked = ("--profile", str(folder), "--profile-ranks", "1")

@@ -1,4 +1,4 @@
-"""traffic.py beside real ranks: they make the same calls and hold the same bytes."""
+"""traffic.py against real ranks, which make the same calls with the same bytes."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ MESHES = "ddp4,dp2tp2,dp2ep2"  # together a mesh for each kind of collective
 
 @pytest.mark.smoke
 def test_gloo_sends_what_traffic_says(bench: Callable[..., Any]) -> None:
-    """Axis, collective, bytes and calls of the last of four ranks."""
+    """Compared: axis, collective, bytes and calls of the last of four ranks."""
     script, variables = "tests/recorded_traffic.py", {"TORCH_FR_BUFFER_SIZE": "20000"}
     run = bench(script, MESHES, ranks=4, json=False, **variables)
     assert run.status == 0, run.out + run.err
@@ -26,9 +26,9 @@ def test_gloo_sends_what_traffic_says(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_times_beside_those_of_real_ranks(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """The commands of docs/traffic.md, for dp on 4 ranks. What they print depends on the machine,
-    but each call of the step has a time, and the sweep has the same mesh."""
+def test_times_next_to_those_of_real_ranks(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """The commands of docs/traffic.md for dp on 4 ranks. Their times depend on the machine, but
+    each call of the step must have one, and the mesh must be found in the sweep."""
     few = ("--device", "cpu", "--iters", "6", "-w", "1")
     sizes = ("-b", "16K", "-e", "1M", "-f", "4", "--collective", "all_gather,reduce_scatter")
     measured = bench("benchmarks/collectives.py", *sizes, *few, ranks=4)

@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its commands run, and its outputs are those of the reports in docs/results."""
+"""The outputs on docs/tutorial.md are those of the reports in docs/results."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ COMMANDS = [
     for line in re.sub(r"\\\n\s*", "", PAGE).splitlines()
     if re.match(r"    (torchrun|python|sudo) ", line)
 ]
-# Those that leave a report, by its name. test_examples.py runs the examples.
+# The commands that write a report, by its name. test_examples.py runs the examples.
 MEASURED = {command[-1]: command for command in COMMANDS if "--json" in command}
 [AB] = [command for command in COMMANDS if "analysis/ab.py" in command]
 
@@ -33,13 +33,13 @@ def single_blanks(text: str) -> str:
 
 
 LINES = {single_blanks(line) for line in PAGE.splitlines()}
-# the sentences of a run go over some lines, each with its own #
+# a sentence of a run is printed over several lines, each with its own #
 FOLDED = single_blanks(re.sub(r"\n +# ", " ", PAGE))
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_report_is_what_its_command_has_left(name: str) -> None:
-    """Its sentences are on the page, but for that about the start-up."""
+def test_a_report_comes_from_its_command(name: str) -> None:
+    """Its sentences are on the page, except the one about the start-up."""
     report, command = load(str(RESULTS / name)), MEASURED[name]
     script = next(i for i, word in enumerate(command) if word.endswith(".py"))
     assert report.argv == command[script:]
@@ -51,14 +51,14 @@ def test_a_report_is_what_its_command_has_left(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "columns", "shown", "rows"),
     [
-        ("node.jsonl", node_check.COLUMNS, 99, 2),  # those of each rank alone
+        ("node.jsonl", node_check.COLUMNS, 99, 2),  # of each rank alone
         ("ddp.jsonl", ddp_sweep.BREAKDOWN, 9, 3),
         ("input.jsonl", input_sweep.COLUMNS, 10, 1),
         ("two.jsonl", ddp_sweep.BREAKDOWN, 8, 3),
     ],
 )
 def test_rows(name: str, columns: Columns, shown: int, rows: int) -> None:
-    """Without the last columns; node_check.py leaves out those that have no numbers."""
+    """Without the last columns. node_check.py leaves out columns without numbers."""
     cases = load(str(RESULTS / name)).cases[:rows]
     assert len(cases) == rows
     for case in cases:
@@ -70,14 +70,14 @@ def test_rows(name: str, columns: Columns, shown: int, rows: int) -> None:
 
 @pytest.mark.parametrize(("name", "rows"), [("collectives.jsonl", 3), ("link.jsonl", 2)])
 def test_rows_of_collectives(name: str, rows: int) -> None:
-    """Of some sizes, without the last word."""
+    """Rows of some sizes, without the last word."""
     table = collectives.ScanTable()
     lines = [table.row(case).splitlines()[-1] for case in load(str(RESULTS / name)).cases]
     printed = {single_blanks(line.partition("unsure")[0]) for line in lines}
     assert len(LINES & printed) == rows
 
 
-def test_the_verdict_is_that_of_the_reports() -> None:
+def test_the_verdict_comes_from_the_reports() -> None:
     parser = Parser(None)
     add_flags(parser)
     args = parser.parse_args(AB[2:])

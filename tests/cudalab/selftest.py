@@ -1,4 +1,4 @@
-"""Does the stand-in do what CUDA and NCCL do?
+"""Test whether cudalab does what CUDA and NCCL do.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 selftest.py
 
@@ -21,7 +21,7 @@ def full(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.full(shape or (4,), value, device="cuda", dtype=dtype)
 
 
-def values_are_those_of_the_cpu() -> None:
+def values_equal_those_of_the_cpu() -> None:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
     model, x = nn.Sequential(*layers), torch.randn(4, 3, 8, 8)
@@ -109,7 +109,7 @@ def a_capture_records_and_a_replay_computes(n: int) -> None:
     assert twice[0] == 2 * n**2
 
 
-def a_late_peer_holds_up_the_stream_and_not_the_host(rank: int) -> None:
+def a_late_peer_delays_the_stream_but_not_the_host(rank: int) -> None:
     dist.barrier()
     torch.cuda.synchronize()
     time.sleep(rank == 1)
@@ -140,12 +140,12 @@ def main() -> None:
     a_missing_function_ends_the_process()  # before there are threads, which a fork would lose
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    values_are_those_of_the_cpu()
+    values_equal_those_of_the_cpu()
     random_numbers_follow_the_seed()
     mistakes_are_errors()
     collectives(rank, n)
     a_capture_records_and_a_replay_computes(n)
-    a_late_peer_holds_up_the_stream_and_not_the_host(rank)
+    a_late_peer_delays_the_stream_but_not_the_host(rank)
     an_abort_ends_a_collective_whose_peer_is_missing(rank)
     print(f"rank {rank} of {n}: fine", flush=True)
     os._exit(0)  # an aborted group cannot be destroyed

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Everything once on one GPU, in two parts of 9 minutes: PART=1 tests/gpu/plan.sh [LANES]
 #
-# It says whether things work, not how fast: LANES tasks (6, on the CPU 2) run at the same time.
-# Several NCCL ranks share the GPU by share_gpu.py. Their kernels spin while they wait for each
-# other, in turns with all others on the GPU, so such tasks have one lane of their own. The tasks
-# that would be missed most come first.
+# It tests whether things work, not how fast: LANES tasks (6, on the CPU 2) run at the same time.
+# share_gpu.py lets several NCCL ranks share the GPU. Their kernels spin while they wait for each
+# other, taking turns with everything else on the GPU, so only one such task runs at a time. The
+# most important tasks come first.
 #
 #   $OUT/verdicts.txt   ok, WRONG or "left out"; exit status; seconds; task; first reason in its log
-#   $OUT/NAME.log       what a task printed; beside it the reports (.jsonl)
+#   $OUT/NAME.log       the output of a task; its reports (.jsonl) are in the same folder
 #
 # The exit status is 1 unless all tasks are ok. Variables:
-#   OUT (gpu-plan)      where all files go
-#   DEVICE (cuda)       cpu: the tasks that need no GPU, to try the plan itself
-#   ONLY (.)            a regular expression: only the tasks with such names
+#   OUT (gpu-plan)      folder of all files
+#   DEVICE (cuda)       cpu: only the tasks that need no GPU, to try the plan itself
+#   ONLY (.)            a regular expression: only tasks whose names match
 #   PART                1 or 2: half of the tasks; without it all of them, in 18 minutes
-#   SECONDS_IN_ALL (540 a part)   tasks that would begin later are left out, others are cut short
-#   SECONDS_PER_TASK    a task is ended after so long, whatever its own limit
+#   SECONDS_IN_ALL (540 a part)   tasks that would start later are left out, others are cut short
+#   SECONDS_PER_TASK    limit of each task, instead of its own
 #   DRY_RUN=1           print the commands
 #   PYTHON (python3)
 set -euo pipefail
@@ -27,7 +27,7 @@ device=${DEVICE:-cuda} only=${ONLY:-.} part=${PART:-}
 seconds_in_all=${SECONDS_IN_ALL:-$((part ? 540 : 1080))}
 export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHINDUCTOR_COMPILE_THREADS=4
-reserved=40 # seconds that a task may need to end when its time is over
+reserved=40 # seconds that a task may need to end after its limit
 if [[ $part != 1 ]]; then reserved=90; fi # and for the last task
 lanes=${1:-6} dtypes=fp32,tf32,bf16
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
@@ -49,8 +49,8 @@ record_and_replay() {
 }
 export -f ranks nccl slow_to_give_up record_and_replay
 
-# task NAME SECONDS EXPECTED COMMAND...: run it as soon as a lane of its kind is free.
-# EXPECTED: `passes`, or a text of its log; with a text the command must fail.
+# task NAME SECONDS EXPECTED COMMAND...: run the command as soon as a lane for its kind is free.
+# EXPECTED is `passes`, or a text: then the command must fail with the text in its log.
 task() {
     local name=$1 limit=$2 expected=$3 its_kind=other words
     shift 3
@@ -58,7 +58,7 @@ task() {
     if [[ $its_kind != "$kind" || ! $name =~ $only ]]; then return; fi
     if [[ -n ${DRY_RUN:-} ]]; then
         words=$(printf '%q ' "$@")
-        echo "$words" # in one call: the lanes' lines must not mix
+        echo "$words" # one call, so that lines of two lanes do not mix
         return
     fi
     while (($(jobs -rp | wc -l) >= lanes)); do wait -n || true; done
@@ -69,7 +69,7 @@ cuda_task() {
     if [[ $device == cuda ]]; then task "$@"; fi
 }
 
-# run_task NAME SECONDS EXPECTED COMMAND...: run it now, and write its verdict.
+# run_task NAME SECONDS EXPECTED COMMAND...: run the command now and write its verdict.
 run_task() {
     local name=$1 limit=${SECONDS_PER_TASK:-$2} expected=$3 began=$SECONDS left=$((seconds_in_all - reserved - SECONDS))
     local log=$OUT/$name.log status=0 child verdict=WRONG reason
@@ -78,8 +78,8 @@ run_task() {
         printf 'left out  -    0 s  %s\n' "$name" >>"$verdicts"
         return
     fi
-    # torchrun needs up to 30 s to end its ranks. If timeout killed it earlier, they would live on.
-    # bash gets the signal as well: the trap makes it wait for torchrun.
+    # torchrun needs up to 30 s to end its ranks. If timeout killed it earlier, they would go on.
+    # bash gets the signal, too: because of the trap it waits for torchrun.
     timeout -k 40 $((limit < left ? limit : left)) \
         bash -c 'trap : TERM; "$@"' "$name" "$@" >"$log" 2>&1 &
     child=$!
@@ -95,14 +95,14 @@ run_task() {
         "$verdict" "$status" $((SECONDS - began)) "$name" "$reason" >>"$verdicts"
 }
 
-# Ctrl-C and kill end the tasks that run.
+# Ctrl-C and kill end the running tasks.
 end_with_its_jobs() {
     # shellcheck disable=SC2046 # a word for each job
     trap 'kill $(jobs -rp) 2>/dev/null || true; wait; exit 130' INT TERM
 }
 end_with_its_jobs
 
-# run_tasks KIND LANES: the tasks of a kind, so many at the same time.
+# run_tasks KIND LANES: run the tasks of a kind, LANES at the same time.
 run_tasks() {
     kind=$1 lanes=$2
     end_with_its_jobs
@@ -127,7 +127,7 @@ first_part() {
         --backends eager,inductor --dtype bf16 "${short[@]}" --json "$OUT/compile.jsonl"
     task coll 240 passes ranks 1 $b/collectives.py --collective all -b 64 -e 64K -f 32 -n 4 \
         --max-seconds 0.05 -d float32,bfloat16,int8 -o sum,avg,max --json "$OUT/coll.jsonl"
-    # A failed case: its communicators are aborted, and the next case is measured.
+    # A case fails: its communicators are aborted, and the next case is measured.
     task two_fail 100 "$injected" nccl 2 "${fails[@]}" --timeout 40
     task four_fail 120 "$injected" nccl 4 tests/inject.py step-raises $b/parallel_sweep.py \
         --model decoder-nano --mesh dp2tp2,dp4 --iters 12 --no-breakdown --timeout 40
@@ -137,7 +137,7 @@ first_part() {
         --mesh ddp2,dp2,tp2,cp2,$pipelines --timeout 60 --json "$OUT/two_par.jsonl"
     cuda_task two_ring 100 passes nccl 2 $b/parallel_sweep.py "${nano[@]}" --mesh cp2:ring,cp2 \
         --timeout 60
-    # Does torch's own watchdog of NCCL stop the peers of a failed case for 60 s, as its source says?
+    # Does torch's own NCCL watchdog stop the peers of a failed case for 60 s, as its source suggests?
     cuda_task two_stall 150 "$injected" slow_to_give_up 2 "${fails[@]}" --timeout 130
     cuda_task two_hang 90 'does not answer' nccl 2 tests/inject.py stops $b/ddp_sweep.py \
         "${small[@]}" --timeout 20 --world-sizes 2
@@ -201,7 +201,7 @@ run_tasks nccl 1 &
 run_tasks other $((lanes > 1 ? lanes - 1 : 1)) &
 wait
 if [[ $part != 1 ]]; then
-    kind=other reserved=0 # the last task needs the memory of the GPU for itself
+    kind=other reserved=0 # the last task needs all memory of the GPU
     cuda_task oom 60 OutOfMemoryError ranks 1 $b/ddp_sweep.py --models resnet152,mobilenet_v3_small \
         --batch-size 2048 --iters 6 --no-breakdown --image-size 224
     wait

@@ -1,13 +1,13 @@
-"""Questions about CUDA and NCCL that only a GPU can answer: python tests/gpu/probe.py
+"""Answer questions about CUDA and NCCL that only a GPU can answer: python tests/gpu/probe.py
 
-One process on one GPU, about a minute. Each line begins with the question's name:
+One process on one GPU, about a minute. Each line begins with the name of a question:
 
     versions   of torch, CUDA, NCCL and the driver
-    zeros      is a product of zeros or of NaN faster than one of random numbers? A pipeline's twin
-               computes on whatever its buffers hold (parallel_sweep.py)
-    throttle   does nvidia-smi still say after a load that the GPU was slowed down?
+    zeros      is a product of zeros or of NaN faster than one of random numbers? A pipeline that
+               sends nothing computes on whatever its buffers hold (parallel_sweep.py)
+    throttle   does nvidia-smi still say after a load that the GPU was throttled?
     group      how long does it take to connect a communicator, and to close or abort it?
-    future     does get_future() of an all-reduce let the caller's stream go on? `False`: then DDP
+    future     does the caller's stream go on after get_future() of an all-reduce? If `False`, DDP
                overlaps nothing
 """
 
@@ -35,7 +35,7 @@ def say(question: str, text: object) -> None:
 
 
 def device_ms(step: Callable[[], object], calls: int) -> float:
-    """The milliseconds of a call on the device, after three that do not count."""
+    """The milliseconds that a call takes on the device, after three calls that do not count."""
     for _ in range(3):
         step()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -64,7 +64,7 @@ def ask_zeros() -> None:
         "NaN": torch.full_like(weights, float("nan")),
     }
     times: dict[str, list[float]] = {name: [] for name in inputs}
-    for _ in range(6):  # in turns: the clocks change meanwhile
+    for _ in range(6):  # alternately, because the clocks change
         for name, values in inputs.items():
             times[name].append(device_ms(partial(torch.mm, values, weights), 100))
     for name, samples in times.items():
@@ -73,19 +73,19 @@ def ask_zeros() -> None:
 
 
 def ask_throttle() -> None:
-    """The counters count microseconds; the active reasons are those of the moment."""
+    """The counters are in microseconds. The active reasons are those at the moment."""
     x = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     say("throttle", f"before: {gpu_state()}")
     end = time.monotonic() + 4
     while time.monotonic() < end:
-        torch.mm(x, x)  # hundreds of them wait in the stream
+        torch.mm(x, x)  # hundreds wait in the stream
     say("throttle", f"during: {gpu_state()}")
     torch.cuda.synchronize()
     say("throttle", f"after: {gpu_state()}")
 
 
 def new_group() -> dist.ProcessGroup:
-    """A connected NCCL group of this process alone."""
+    """A connected NCCL group of this process only."""
     group = dist.new_group([0], backend="nccl")
     assert isinstance(group, dist.ProcessGroup)
     dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
@@ -113,7 +113,7 @@ def ask_future(group: dist.ProcessGroup) -> None:
     x, side = torch.ones(2, device=DEVICE), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(10**9)  # about half a second; the all-reduce comes after it
+        torch.cuda._sleep(10**9)  # about half a second, before the all-reduce
         pending = dist.all_reduce(x, group=group, async_op=True)
     assert pending is not None
     pending.get_future()

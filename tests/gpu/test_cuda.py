@@ -1,6 +1,6 @@
-"""What needs CUDA (`make gpu`): each script over NCCL, ranks that share a GPU over gloo, and faults
-of a device that must not end the run. One GPU is enough. More are used where there are more; there
-run one test at a time. test_one_gpu.py has several NCCL ranks on one GPU."""
+"""Tests that need CUDA (`make gpu`): each script over NCCL, ranks that share a GPU over gloo, and
+faults of a device. One GPU is enough. On a machine with several GPUs all are used; run one test at
+a time there. test_one_gpu.py has several NCCL ranks on one GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ GPUS = max(1, torch.cuda.device_count())
 SHORT = ("--iters", "12", "--warmup-iters", "2")
 SMALL = "--model mobilenet_v3_small --image-size 64 --batch-size 8 --iters 12 --warmup-iters 2"
 SWEEP = f"{SMALL} --comm-hook none,fp16,bf16"
-LONG = 500  # seconds: with many GPUs each case makes a communicator
+LONG = 500  # seconds: with many GPUs, creating the communicator of each case takes long
 COLLECTIVES = "--collective all -d float32,bfloat16,int8 -o sum,avg,max -b 64 -e 64K -f 32 -n 4"
 COLLECTIVES += " --max-seconds 0.05"
 COMPILED = "--models decoder-10m --iters 12 --warmup-iters 2"
@@ -26,7 +26,7 @@ ROLES = "--backend gloo --iters 12 --warmup-iters 2"
 
 
 def passed(run: Any) -> list[Any]:
-    """The run's cases. All of them must have passed their check."""
+    """The cases of the run, all of which must have passed their check."""
     assert run.status == 0, run.out + run.err
     checks = {case.check for case in run.report.cases}
     assert checks == {"passed"}
@@ -60,7 +60,7 @@ def test_each_script(bench: Callable[..., Any], script: str, ranks: int, flags: 
     passed(bench(f"benchmarks/{script}.py", *flags.split(), ranks=ranks, timeout=LONG))
 
 
-def test_sweep(bench: Callable[..., Any]) -> None:
+def test_what_ddp_sweep_reports(bench: Callable[..., Any]) -> None:
     flags = (*SWEEP.split(), "--dtype", "fp32,tf32,bf16")
     run = bench("benchmarks/ddp_sweep.py", *flags, ranks=GPUS, timeout=LONG)
     for case in passed(run):
@@ -82,7 +82,7 @@ def test_ranks_that_share_a_gpu_are_refused(bench: Callable[..., Any]) -> None:
 
 
 def test_averaging_over_nccl_and_through_a_server(bench: Callable[..., Any]) -> None:
-    """The default backend on one GPU, with a master, 1 trainer, and 1 server on the CPU."""
+    """The default backend on one GPU, with a master, 1 trainer and 1 server on the CPU."""
     roles = ("--ncudatrainer", "1", "--nserver", "1")
     run = bench("benchmarks/parameter_server.py", *roles, *SHORT, ranks=3)
     keys = {case.key["route"]: case.key for case in passed(run)}
@@ -93,15 +93,15 @@ def test_averaging_over_nccl_and_through_a_server(bench: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize("wire", ["cpu", "cuda"])
 def test_wires_between_roles_on_cuda(bench: Callable[..., Any], wire: str) -> None:
-    """1 trainer and 1 server share the GPU. Tensors go by a device map, or through the CPU."""
+    """1 trainer and 1 server share the GPU. Tensors travel by a device map or through the CPU."""
     roles = ("--ncudatrainer", "1", "--ncudaserver", "1", "--routes", "rpc,sparse_rpc")
     run = bench("benchmarks/parameter_server.py", *roles, "--wire", wire, *SHORT, ranks=3)
     assert {case.key["wire"] for case in passed(run)} == {wire}
 
 
-def test_out_of_memory_is_a_row_and_the_next_model_is_measured(bench: Callable[..., Any]) -> None:
+def test_the_next_model_is_measured_after_one_is_out_of_memory(bench: Callable[..., Any]) -> None:
     """resnet152 needs about 38 GB for this batch, mobilenet_v3_small about 3. The process gets a
-    small part of the GPU: other tests run on it meanwhile."""
+    small part of the GPU, because other tests run on it at the same time."""
     flags = ["--models", "resnet152,mobilenet_v3_small", "--batch-size", "256", "--iters", "6"]
     flags += ["--image-size", "224", "--no-breakdown"]
     variables = {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.15"}
@@ -112,7 +112,7 @@ def test_out_of_memory_is_a_row_and_the_next_model_is_measured(bench: Callable[.
     assert run.status == 1
 
 
-def test_an_error_that_lasts_ends_the_run_with_its_reason(bench: Callable[..., Any]) -> None:
+def test_a_lasting_device_error_ends_the_run(bench: Callable[..., Any]) -> None:
     run = bench("benchmarks/ddp_sweep.py", *SMALL.split(), inject="device-assert", ranks=1)
     assert run.status == 1
     assert "this process cannot use its GPU any more" in run.err

@@ -1,6 +1,6 @@
-"""One GPU, one NCCL rank or several (share_gpu.py): each script, each example, and what fails.
+"""Each script and each example on one GPU with one NCCL rank or several (share_gpu.py), and faults.
 
-The ranks take turns on the GPU, so these tests say that a path works, never how fast it is.
+The ranks take turns on the GPU, so these tests tell that code works, never how fast it is.
 """
 
 import re
@@ -25,8 +25,8 @@ NANO = ("--model", "decoder-nano", *SHORT)
 LINKS = ("--size", "1M", "-n", "4", *SHORT)
 ON_CUDA = ("--device", "cuda", "--server-device", "cuda", *SHORT)
 
-# By script: the processes beside its NCCL ranks (servers, a master), and its flags. Another one has
-# no others, and SHORT.
+# By script: the number of processes besides its NCCL ranks (servers, a master), and its flags. The
+# scripts not listed have none, and SHORT.
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "batch_update_ps": (1, ON_CUDA),
     "checkpoint_sweep": (0, (*NANO, "--modes", "all", "--strategy", "fsdp2,ddp")),
@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_rpc": (2, ON_CUDA),
     "ddp_sweep": (0, (*SMALL, "--comm-hook", "none,fp16")),
     "input_sweep": (0, ("--samples", "64", "--workers", "1", *SHORT)),
-    # slow is who has a short turn on the GPU
+    # without --fail-on a rank with short turns on the GPU would count as slow
     "node_check": (0, ("--budget", "60", "--fail-on", "wrong", *SHORT)),
     "p2p_matrix": (0, LINKS),
     "parallel_sweep": (0, NANO),
@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def processes_and_flags(script: str, nccl_ranks: int) -> tuple[int, list[str]]:
-    """How many processes to start for so many NCCL ranks, and the flags of the script."""
+    """How many processes to start for nccl_ranks, and the flags of the script."""
     others, flags = COMMANDS.get(script, (0, SHORT))
     trainers = ["--ncudatrainer", str(nccl_ranks)] if script == "parameter_server" else []
     return nccl_ranks + others, [*flags, *trainers]
@@ -64,7 +64,7 @@ def shared(bench: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assert_passed(run: Any) -> None:
-    """The run was on CUDA, and every case of it passed or cannot be measured."""
+    """The run was on CUDA, and each of its cases passed or cannot be measured."""
     assert run.status == 0, run.out + run.err
     assert run.report.status == "complete"
     assert run.report.environment["cuda"]
@@ -86,7 +86,7 @@ def test_p2p_matrix(shared: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_replay(shared: Callable[..., Any], tmp_path: Path, ranks: int) -> None:
-    """Of an example's job, which is recorded before."""
+    """The job of an example is recorded and replayed."""
     folder = str(tmp_path / "a trace")
     kind = ["--ddp"] if ranks == 1 else []  # FSDP2 x TP calls no collective on a single rank
     run = shared("examples/record_collectives.py", folder, *kind, ranks=ranks, json=False)
@@ -116,7 +116,7 @@ def test_meshes(shared: Callable[..., Any], ranks: int, mesh: str) -> None:
 
 
 def test_gloo_takes_cuda_tensors(bench: Callable[..., Any]) -> None:
-    """Those collectives that gloo lacks for CUDA tensors are skipped, and none fails."""
+    """Collectives that gloo lacks for CUDA tensors are skipped, and none fails."""
     flags = ("--collective", "all", *FEW, "--backend", "gloo")
     assert_passed(bench("benchmarks/collectives.py", *flags, ranks=2))
 
@@ -129,21 +129,21 @@ GRAPHS = ("--collective", "all_reduce", "-G", "3", *FEW)
 @pytest.mark.parametrize(
     ("script", "ranks", "flags", "fault"),
     [
-        # rank 1 fails in a timed block, or before the model is there; rank 0 waits for it in NCCL
+        # rank 1 fails in a timed block or before the model exists; rank 0 waits for it in NCCL
         ("ddp_sweep", 2, (*HOOKS, "--no-breakdown"), "step-raises"),
         ("ddp_sweep", 2, (*HOOKS, "--no-breakdown"), "build-raises"),
-        # kernels of one communicator wait for those of another: both must be aborted at once
+        # kernels of one communicator wait for those of another: both must be aborted together
         ("parallel_sweep", 4, (*MESHES, "--no-breakdown"), "step-raises"),
-        # a twin fails while the others are about to make the next twin's communicators
+        # a twin fails while the other ranks are about to create the next twin's communicators
         ("parallel_sweep", 4, MESHES, "twin-raises"),
-        # NCCL does not let go of a communicator while graphs that use it are alive
+        # NCCL does not release a communicator while graphs that use it exist
         ("collectives", 2, GRAPHS, "graph-raises"),
         ("collectives", 2, GRAPHS, "graph-raises,cyclic-graphs"),
         ("p2p_matrix", 2, LINKS, "graph-raises"),
         ("p2p_matrix", 2, LINKS, "graph-raises,cyclic-graphs"),
     ],
 )
-def test_a_failure_is_a_row_and_the_next_case_is_measured(
+def test_the_next_case_is_measured_after_a_failure(
     shared: Callable[..., Any], script: str, ranks: int, flags: tuple[str, ...], fault: str
 ) -> None:
     words = (*flags, "--timeout", "60")
@@ -156,11 +156,11 @@ def test_a_failure_is_a_row_and_the_next_case_is_measured(
 
 
 def test_a_hang_over_nccl_is_named(shared: Callable[..., Any]) -> None:
-    """The roll call reads the flight recorder of NCCL, while rank 0 waits for an all-reduce that
-    rank 1 never enters. Torch 2.14 has no recorder for nccl2."""
+    """The flight recorder of NCCL is read while rank 0 waits for an all-reduce that rank 1 never
+    enters. Torch 2.14 has no recorder for nccl2."""
     flags = ("--collective", "all_reduce", *FEW, "--iters", "12", "--timeout", "20")
     run = shared("benchmarks/collectives.py", *flags, ranks=2, fault="stops-in-all-reduce")
     assert run.status != 0
     assert "rank 1" in run.err
     assert "does not answer" in run.err
-    assert re.search(r"last collective nccl\w*:all_reduce", run.err)  # nccl2's have its name
+    assert re.search(r"last collective nccl\w*:all_reduce", run.err)  # or nccl2:

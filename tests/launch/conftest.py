@@ -1,4 +1,4 @@
-"""The cluster of this folder's tests, started once for all of them."""
+"""The cluster, which is started once for all tests in this folder."""
 
 import shutil
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a user's home has: the project, in a path with a space."""
+    """The project as a user has it, in a path with a space."""
     path = tmp_path_factory.mktemp("home") / "a checkout"
     for name in ("analysis", "benchmarks", "common", "launch"):
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))

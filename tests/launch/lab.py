@@ -1,13 +1,13 @@
-"""A real Slurm on this machine: nodes with a network, a host name and processes of their own.
+"""A real Slurm on this machine, whose nodes have separate networks, host names and processes.
 
     with Lab(folder, nodes=3) as lab:
         lab.run(1, "hostname").stdout                  # node1
         job = lab.sbatch("-N2", "--wrap", "srun hostname")
 
 Nodes are sets of Linux namespaces (network, host name, mounts, processes). Node 0 is the controller
-with munged, slurmctld and the bridge; node1 is 10.77.0.1, and has slurmd and sshd. Nothing touches
-the machine's own network. The machine's files are the shared file system. All of it ends with the
-process that started it. Needs root.
+with munged, slurmctld and the bridge. node1 is 10.77.0.1 and has slurmd and sshd. The machine's own
+network is not touched, and its files are the shared file system. All nodes end with the process
+that started them. Needs root.
 """
 
 import contextlib
@@ -25,29 +25,29 @@ from typing import Any
 import psutil
 import pytest
 
-SCRIPT = "benchmarks/collectives.py"  # it imports least
+SCRIPT = "benchmarks/collectives.py"  # which imports least
 SMALL = "--collective all_reduce,broadcast -b 64 -e 64 --cache-warm --device cpu --iters 6"
-# 8 cases of 1 s each: a fault comes while the second one is measured
+# 8 cases of 1 s each: a fault strikes while the second case is measured
 LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 1"
 
 NETWORK, CONTROLLER = "10.77.0", 254
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
-DIE = ("setpriv", "--pdeathsig", "KILL")  # with the process that started it
+DIE = ("setpriv", "--pdeathsig", "KILL")  # when the process that started it ends
 TOOLS = ["slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc", "iptables"]
 TOOLS += ["sshd", "ssh", "ssh-keygen"]
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-# what a node's own name leads to in its /etc/hosts, beside its address and 127.0.1.1 as on Debian
+# the address of a node's own name in its /etc/hosts: 127.0.1.1, as on Debian, or localhost
 OWN_NAME = {"debian": "127.0.1.1", "loopfqdn": "127.0.0.1 localhost"}
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-# the first process of a node: bash, which reaps orphans. It ends with its stdin, and the node too
+# the first process of a node: bash, which reaps orphans. When its stdin ends, the node ends
 FIRST = r"""
 set -eu
 folder=$1 name=$2 address=$3
 hostname "$name"
 mount --bind "$folder/hosts-$name" /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
-[ ! -e ~/.bashrc ] || mount --bind /dev/null ~/.bashrc # which sshd's bash would run
+[ ! -e ~/.bashrc ] || mount --bind /dev/null ~/.bashrc # bash under sshd would run it
 ip link set lo up
 if [ "$name" = ctl ]; then
     mount -t tmpfs -o size=1m tmpfs "$folder/disk"
@@ -109,7 +109,7 @@ LogLevel ERROR
 
 
 def need(*tools: str, root: bool = False) -> None:
-    """Skip the test where a tool is missing, and say which; in CI that is a failure."""
+    """Skip the test if a tool is missing, and say which; in CI, fail instead."""
     missing = [tool for tool in tools if not shutil.which(tool, path=PATH)]
     reason = f"needs {', '.join(missing)} (.ci/packages.txt)" if missing else ""
     if root and os.geteuid() != 0:
@@ -119,7 +119,7 @@ def need(*tools: str, root: bool = False) -> None:
 
 
 def until(what: Callable[[], Any], seconds: float, explain: Callable[[], str]) -> Any:
-    """What `what` returns once that is true; fails the test where it never is."""
+    """Wait until `what` returns something true, and return that; fail the test after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := what():
@@ -129,13 +129,13 @@ def until(what: Callable[[], Any], seconds: float, explain: Callable[[], str]) -
 
 
 class Lab:
-    """The cluster. `disk` is a folder on all nodes with room for 1 MB; look there with `run`."""
+    """The cluster. All nodes share the folder `disk` of 1 MB; only commands of `run` see it."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.disk, self.ssh_conf = folder, folder / "disk", folder / "ssh.conf"
         self.nodes = range(1, nodes + 1)
         self.started: dict[int, psutil.Popen] = {}
-        self.first: dict[int, int] = {}  # of each node the first process, by this machine's pids
+        self.first: dict[int, int] = {}  # this machine's pid of each node's first process
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTEST"))}
         self.env |= {"PATH": PATH, "SLURM_CONF": f"{folder}/slurm.conf", "OMP_NUM_THREADS": "1"}
 
@@ -143,12 +143,12 @@ class Lab:
         for name in ("log", "munge", "state", "disk", *(f"spool/node{n}" for n in self.nodes)):
             (self.folder / name).mkdir(parents=True)
         for path in (self.folder, self.folder / "munge"):
-            path.chmod(0o755)  # munged insists
+            path.chmod(0o755)  # munged requires it
         (self.folder / "munge/key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge/key").chmod(0o600)
         keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "key")]
         subprocess.run(keygen, check=True, timeout=30)
-        Path("/run/sshd").mkdir(exist_ok=True)  # where sshd's unprivileged part is confined
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd requires it
         facts = {"folder": self.folder, "network": NETWORK, "controller": CONTROLLER}
         for name, text in (("slurm", SLURM_CONF), ("sshd", SSHD_CONF), ("ssh", SSH_CONF)):
             text = text.format(nodes=len(self.nodes), **facts)
@@ -165,7 +165,7 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         for process in self.started.values():
-            process.kill()  # unshare, which takes the node's first process along
+            process.kill()  # unshare; the node's first process ends with it
             process.wait(10)
 
     # -- nodes -------------------------------------------------------------------------------------
@@ -174,20 +174,20 @@ class Lab:
         return f"node{node}" if node else "ctl"
 
     def names(self, style: str) -> None:
-        """How the nodes' /etc/hosts look from now on: plain, a style of OWN_NAME, or none, where no
-        node knows any name."""
+        """Change the nodes' /etc/hosts: to `plain`, to a style of OWN_NAME, or to `none`, with
+        which no node knows any name."""
         addresses = {n: f"{NETWORK}.{n or CONTROLLER}" for n in (0, *self.nodes)}
         for node in addresses:
             known = {} if node and style == "none" else dict(addresses)
             if node and style in OWN_NAME:
                 known[node] = OWN_NAME[style]
             lines = [f"{address} {self.name(other)}" for other, address in known.items()]
-            # in place: the nodes have mounted this very file
+            # in place, because the nodes have mounted this file
             path = self.folder / f"hosts-{self.name(node)}"
             path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def start(self, node: int) -> None:
-        """Start a node, the first time or after a power cut."""
+        """Start a node, for the first time or after a power cut."""
         words = [str(self.folder), self.name(node), f"{NETWORK}.{node or CONTROLLER}"]
         unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
         with (self.folder / "log" / f"first-{self.name(node)}").open("ab") as log:
@@ -205,22 +205,22 @@ class Lab:
 
         pid = self.first[node] = until(first, 10, self.logs)
         if node:
-            with contextlib.suppress(subprocess.CalledProcessError):  # what a power cut left
+            with contextlib.suppress(subprocess.CalledProcessError):  # left by a power cut
                 self.network(0, "ip", "link", "del", f"veth{node}")
-            address = f"02:00:00:00:00:{node:02x}"  # outlives a restart, as a machine's does
+            address = f"02:00:00:00:00:{node:02x}"  # the same after a restart, as on a real machine
             peer = ("peer", "name", "eth0", "address", address, "netns", str(pid))
             self.network(0, "ip", "link", "add", f"veth{node}", "type", "veth", *peer)
             self.network(0, "ip", "link", "set", f"veth{node}", "master", "eth0", "up")
         assert process.stdout.readline() == b"ready\n", self.logs()
 
     def enter(self, node: int) -> list[str]:
-        """The words in front of a command that runs on a node."""
+        """The words before a command that make it run on a node."""
         return ["nsenter", "--target", str(self.first[node]), *NAMESPACES, "--wdns=/", *DIE]
 
     def run(
         self, node: int, *command: str, cwd: str | Path = "/", **env: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a node to its end."""
+        """Run a command on a node and wait for its end."""
         inside = ["env", "-C", str(cwd), *(f"{k}={v}" for k, v in env.items())]
         return subprocess.run(
             [*self.enter(node), *inside, *command],
@@ -237,7 +237,7 @@ class Lab:
         subprocess.run([*enter, *command], check=True, capture_output=True, env=self.env)
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """What runs on a node beside its daemons, and beside what `run` has started."""
+        """The processes of a node, without its daemons and without commands of `run`."""
         daemons, found = ("slurm", "munged", "sshd"), []
         for process in psutil.Process(self.first[node]).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # ended meanwhile
@@ -266,12 +266,12 @@ class Lab:
         self.network(0, "ip", "link", "set", f"veth{node}", "down")
 
     def drop(self, node: int, peer: int) -> None:
-        """Lose all packets between two nodes, and tell neither."""
+        """Lose all packets between two nodes without any error."""
         for way in (("INPUT", "-s"), ("OUTPUT", "-d")):
             self.network(node, "iptables", "-A", *way, f"{NETWORK}.{peer}", "-j", "DROP")
 
     def heal(self) -> None:
-        """Undo the three above, and wait until Slurm has all nodes again."""
+        """Undo these three, and wait until Slurm has all nodes again."""
         for node in self.nodes:
             if node not in self.started:
                 self.start(node)
@@ -282,7 +282,7 @@ class Lab:
     # -- Slurm -------------------------------------------------------------------------------------
 
     def sbatch(self, *arguments: str, cwd: str | Path = "/", **env: str) -> str:
-        """Submit a job from the controller; its id."""
+        """Submit a job from the controller; return its id."""
         done = self.run(0, "sbatch", "--parsable", *arguments, cwd=cwd, **env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -292,15 +292,15 @@ class Lab:
         return text.partition("JobState=")[2].partition(" ")[0]
 
     def until_over(self, job: str, seconds: float, explain: Callable[[], str]) -> str:
-        """How a job ended, once it has: one of OVER."""
+        """Wait until a job ends; return its state, one of OVER."""
         until(lambda: self.state(job) in OVER, seconds, lambda: f"{self.state(job)}\n{explain()}")
         return self.state(job)
 
     def until_idle(self) -> None:
-        """Wait until all nodes are there and no job runs."""
+        """Wait until all nodes are up and no job runs."""
 
         def idle() -> bool:
-            # it waits for a minute while the controller is not there yet
+            # without `timeout`, sinfo waits a minute for a controller that is not up yet
             states = self.run(0, "timeout", "2", "sinfo", "-hNo", "%T").stdout.split()
             return states == ["idle"] * len(self.nodes)
 

@@ -1,5 +1,6 @@
-"""launch/mpi_env.sh under Debian's Open MPI and MPICH, on nodes of the lab that ssh reaches.
-tests/pure/test_mpi_env.py has the launchers that Debian does not.
+"""launch/mpi_env.sh under Debian's Open MPI and MPICH, on nodes that are reached by ssh.
+
+tests/pure/test_mpi_env.py has the launchers that Debian lacks.
 """
 
 import re
@@ -23,19 +24,19 @@ SHOW = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MAST
 def mpirun(
     lab: Lab, node: int, launcher: str, place: list[str], *command: str, cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command under mpirun, which is started on a node, and launch/mpi_env.sh."""
+    """Start mpirun on a node, with launch/mpi_env.sh and a command."""
     need(launcher)
     ssh = f"ssh -F {lab.ssh_conf}"
     reach = {"OMPI_MCA_plm_rsh_agent": ssh, "HYDRA_LAUNCHER": "ssh"}
     reach["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh.removeprefix("ssh ")
-    # Open MPI's own choice is a core a rank, which are 2 cores here
+    # by default Open MPI binds each rank to a core, and there are 2 cores
     as_root = ["--allow-run-as-root", "--bind-to", "none"] if launcher == OPEN else []
     words = [launcher, *as_root, *place, "bash", "launch/mpi_env.sh", *command]
     return lab.run(node, *words, cwd=cwd, **reach)
 
 
 def two_hosts(launcher: str, ranks: int) -> list[str]:
-    """Options for so many ranks on each of two nodes."""
+    """The options for `ranks` on each of two nodes."""
     if launcher == MPICH:
         return ["-hosts", "node1,node2", "-ppn", str(ranks), "-n", str(2 * ranks)]
     return ["--host", f"node1:{ranks},node2:{ranks}", "--map-by", f"ppr:{ranks}:node"]
@@ -53,7 +54,7 @@ def test_one_host(lab: Lab, checkout: Path, launcher: str) -> None:
 
 @pytest.mark.parametrize(("launcher", "names"), [(OPEN, "debian"), (MPICH, "plain")])
 def test_two_hosts(lab: Lab, checkout: Path, tmp_path: Path, launcher: str, names: str) -> None:
-    """Ranks meet on mpirun's own host without a word from the user."""
+    """The ranks find each other through mpirun's own host, without a setting of the user."""
     lab.names(names)
     report = tmp_path / "a report.jsonl"
     command = [sys.executable, SCRIPT, *SMALL.split(), "--json", str(report)]
@@ -65,8 +66,8 @@ def test_two_hosts(lab: Lab, checkout: Path, tmp_path: Path, launcher: str, name
 
 
 @BOTH
-def test_mpirun_elsewhere(lab: Lab, checkout: Path, launcher: str) -> None:
-    """mpirun on a third host is not where rank 0 is."""
+def test_mpirun_on_a_third_host(lab: Lab, checkout: Path, launcher: str) -> None:
+    """If mpirun is on a third host, its host is not that of rank 0."""
     place, show = two_hosts(launcher, 2), ["bash", "-c", f"{SHOW}; hostname"]
     done = mpirun(lab, 3, launcher, place, *show, cwd=checkout)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -82,15 +83,15 @@ def test_mpirun_elsewhere(lab: Lab, checkout: Path, launcher: str) -> None:
     ("launcher", "what", "want", "status"),
     [
         (MPICH, '[ "$RANK" = 0 ] || kill -KILL $$', "mpi_env.sh: rank 1 on node1: SIGKILL", 9),
-        # Ctrl-C: it ends its ranks by SIGTERM. A shell that gets it just before `wait` waits on
+        # Ctrl-C: mpirun ends its ranks by SIGTERM. A shell that gets it just before `wait` waits on
         (OPEN, '{ [ "$RANK" = 1 ] || { sleep 1; kill -INT $PPID; }; } & :', "rank 0: SIGTERM", 1),
     ],
 )
-def test_how_it_ends(
+def test_all_ranks_end_with_one(
     lab: Lab, checkout: Path, tmp_path: Path, launcher: str, what: str, want: str, status: int
 ) -> None:
-    """At once, and with all ranks."""
-    # into a file: a launcher that ends may not print what its ranks still say
+    """When one rank ends, all end at once."""
+    # into a file, because a launcher that ends may not print the last output of its ranks
     told = f"echo rank $RANK: SIGTERM >>{shlex.quote(str(tmp_path))}/told"
     rank = f'trap "{told}; kill \\$!; exit 143" TERM; {what}; sleep 300 & wait'
     (tmp_path / "told").touch()

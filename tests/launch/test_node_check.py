@@ -1,4 +1,4 @@
-"""node_check.py on a Slurm of three nodes, of which the second has a slow link."""
+"""node_check.py under Slurm on three nodes, the second with a slow link."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("burst", ["16kb", "256kb", "1mb"])
 def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, burst: str) -> None:
-    """100 Mbit/s, after a burst that passes at full speed."""
+    """100 Mbit/s, after a burst at full speed."""
     slow_link = [
         "dev",
         "veth2",
@@ -29,7 +29,7 @@ def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, burst: str) -> None:
         "50ms",
     ]
     words = ["srun", "bash", str(ROOT / "launch" / "slurm_env.sh"), sys.executable]
-    words += ["tests/inject.py", "quiet"]  # the three nodes share this machine's cores
+    words += ["tests/inject.py", "quiet"]  # the nodes share this machine's cores
     command = shlex.join(
         [
             *words,

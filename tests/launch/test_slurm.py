@@ -1,7 +1,7 @@
-"""Both sbatch wrappers on a real Slurm: what they start, and how it ends.
+"""Both sbatch wrappers under a real Slurm: what they start, and how it ends.
 
-The jobs run from a checkout whose path holds a space. `ALL_FAULTS=1` plays each fault by both
-wrappers, and `-rP` prints the seconds: docs/reliability.md quotes them.
+The path of the checkout has a space. With `ALL_FAULTS=1` each fault is tried with both wrappers,
+and `-rP` prints the seconds that docs/reliability.md quotes.
 """
 
 import json
@@ -32,18 +32,18 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What the job printed; of each node apart, since srun may not hear of one."""
+        """The output of the job. Each node has a separate file, because srun may lose a node."""
         files = [self.folder / "job.out", *sorted(self.folder.glob("*.err"))]
         return "".join(f"-- {f.name}\n{f.read_text()}" for f in files if f.exists())
 
     def lines(self) -> list[str]:
-        """The whole lines of the report, as the nodes see it."""
+        """The complete lines of the report, as the nodes see it."""
         path = Path(f"/proc/{self.lab.first[0]}/root{self.report}")
         text = path.read_text() if path.exists() else ""
         return text.splitlines()[: text.count("\n")]
 
     def until_a_case(self) -> list[str]:
-        until(lambda: len(self.lines()) > 1, 120, lambda: self.text)  # the first line is the run
+        until(lambda: len(self.lines()) > 1, 120, lambda: self.text)  # the first line has no case
         return self.lines()
 
     def end(self) -> str:
@@ -82,7 +82,7 @@ def submit(lab: Lab, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., J
 def test_ranks_follow_the_nodes(
     lab: Lab, submit: Callable[..., Job], wrapper: str, ranks: int, names: str
 ) -> None:
-    """Where a node's own name leads to its loopback, too, and where no name is known."""
+    """Also if a node's own name has a loopback address, and if no node knows any name."""
     lab.names(names)
     job = submit(wrapper, SMALL, ranks=ranks)
     assert job.end() == "COMPLETED", job.text
@@ -106,7 +106,7 @@ def test_ranks_follow_the_nodes(
         ("-N2 --ntasks-per-node 2", CYCLIC, "give srun --distribution=block"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_is_reported_in_one_line(
     lab: Lab, checkout: Path, allocation: str, command: str, want: str
 ) -> None:
     salloc = ["salloc", *allocation.split()] if allocation else []
@@ -114,11 +114,11 @@ def test_a_mistake_is_one_line(
     assert done.returncode == 2, done.stderr
     said = re.findall(r"^slurm_\S+: error: .*", done.stderr, re.M)
     assert want in said[0]
-    assert len(said) == 1 or "srun" in command  # each task of a step says it
+    assert len(said) == 1 or "srun" in command  # each task of a step prints it
 
 
-def test_a_suite_is_requeued_and_goes_on(lab: Lab, checkout: Path, tmp_path: Path) -> None:
-    """Slurm's warning before the time limit ends the ranks; the job comes again, and goes on."""
+def test_a_suite_is_requeued_and_resumes(lab: Lab, checkout: Path, tmp_path: Path) -> None:
+    """Slurm's warning before the time limit ends the ranks. The job is requeued and resumes."""
     out = tmp_path / "a suite"
     options = ["-N2", "--ntasks-per-node=1", f"--output={tmp_path}/job.out"]
     suite = ["launch/suite.sh", "--out", str(out), f"collectives {LONG}"]
@@ -132,7 +132,7 @@ def test_a_suite_is_requeued_and_goes_on(lab: Lab, checkout: Path, tmp_path: Pat
     assert "requeued, 1 of at most 3 times" in job.text
     assert "suite.sh: interrupted; " in job.text
     assert not (out / "report.html").exists()
-    # Slurm waits for 2 minutes; within the same second the nodes take it for the stopped job
+    # by default in 2 minutes; within the same second the nodes would confuse it with the old job
     lab.run(0, "scontrol", "update", f"jobid={number}", "StartTime=now+3")
     assert job.end() == "COMPLETED", job.text
     assert job.lines()[: len(before)] == before
@@ -145,7 +145,7 @@ def test_a_suite_is_requeued_and_goes_on(lab: Lab, checkout: Path, tmp_path: Pat
     [
         (1, "--resume", "FAILED", "not requeued: 0 times before; MAX_REQUEUES=0"),
         (1, "", "FAILED", "not requeued: without --resume it would begin anew"),
-        (0, "--resume", "COMPLETED", ""),  # it had just ended
+        (0, "--resume", "COMPLETED", ""),  # it ended at that moment
     ],
 )
 def test_not_requeued(
@@ -170,11 +170,11 @@ def fill_disk(lab: Lab) -> None:
 
 KILLED = r"node2: task 1: Killed|host +: node2\n +rank +: 1 .*\n +exitcode +: -9"
 SILENT = r"rank 1 on node2, case '.*(stopped, dead or out of reach)"
-FAULTS: dict[str, tuple[Callable[[Lab], object], str]] = {  # what happens, what is said
+FAULTS: dict[str, tuple[Callable[[Lab], object], str]] = {  # what happens, and the message
     "killed rank": (lambda lab: lab.ranks(2)[1].kill(), KILLED),
     "killed agent": (lambda lab: lab.ranks(2)[1].parent().kill(), KILLED),
     "stopped rank": (lambda lab: lab.ranks(2)[1].suspend(), SILENT),
-    # found where rank 1 is called next: by gloo's connection, or by the roll call
+    # noticed when rank 1 is needed next: by the connection of gloo or by the watchdog
     "power cut": (lambda lab: lab.power_cut(2), rf"rank 0 lost a peer: .*10\.77\.0\.2|{SILENT}"),
     "first node's power cut": (lambda lab: lab.power_cut(1), r"rank 1 (on node2.*store|lost a)"),
     "link cut": (lambda lab: lab.link_down(2), SILENT),
@@ -184,16 +184,16 @@ FAULTS: dict[str, tuple[Callable[[Lab], object], str]] = {  # what happens, what
 }
 FAST = [("killed rank", TORCHRUN), ("power cut", SRUN), ("dropped packets", SRUN)]
 ALL = [(name, wrapper) for name in FAULTS for wrapper in (TORCHRUN, SRUN)]
-ALL.remove(("killed agent", SRUN))  # it has none
+ALL.remove(("killed agent", SRUN))  # srun has no agent
 
 
 @pytest.mark.parametrize(("name", "wrapper"), ALL if os.environ.get("ALL_FAULTS") else FAST)
 def test_a_fault_ends_the_job(
     lab: Lab, submit: Callable[..., Job], tmp_path: Path, name: str, wrapper: str
 ) -> None:
-    """Who is lost is said within --timeout + 10 s, all processes end, finished cases are kept."""
+    """Within --timeout + 10 s a line names the lost rank. All processes end; cases are kept."""
     strike, says = FAULTS[name]
-    timeout = 10  # seconds; on a full machine a rank may start 5 after the others
+    timeout = 10  # seconds; on a busy machine a rank may start 5 s after the others
     report = (lab.disk if name == "full disk" else tmp_path) / f"a report of {wrapper}.jsonl"
     flags = f"{LONG} --resume --timeout {timeout}"
     job = submit(wrapper, flags, GIVE_UP_S="10", report=report)
@@ -208,6 +208,6 @@ def test_a_fault_ends_the_job(
     after = job.lines()
     assert after[: len(before)] == before
     assert '"status"' not in after[-1]
-    if "power" not in name and "link" not in name:  # Slurm takes its time with a lost node
+    if "power" not in name and "link" not in name:  # Slurm takes long for a lost node
         assert job.end() == ("CANCELLED" if name == "scancel" else "FAILED")
     lab.run(1, "rm", "-f", f"{lab.disk}/full")

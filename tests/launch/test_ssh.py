@@ -1,4 +1,4 @@
-"""ssh_torchrun.sh on two nodes of the lab."""
+"""launch/ssh_torchrun.sh on two nodes."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ from tests.process import Process
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 HOSTS = "node1 slots=1\nnode2 slots=1  # next to the window\n"
-# It stands for python with torchrun, and writes down beside it how it went on each host.
+# It replaces python with torchrun, and writes to files next to itself what happens on each host.
 PYTHON = """#!/bin/sh
 trap 'echo SIGTERM >>"$0.$(hostname)"; kill $!; exit 1' TERM
 echo started >"$0.$(hostname)"
@@ -26,9 +26,9 @@ sleep 60 & wait
 
 @pytest.fixture
 def start(lab: Lab, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """start(hosts, script, *flags, **variables) -> Process: the launcher, on node1.
+    """start(hosts, script, *flags, **variables) -> Process: the launcher on node1.
 
-    PYTHON is the stand-in unless it is given. `process.tree()[1]` is the launcher itself.
+    PYTHON is the replacement unless given. `process.tree()[1]` is the launcher itself.
     """
     started = []
     python = tmp_path / "a python"
@@ -49,7 +49,7 @@ def start(lab: Lab, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Pr
 
 
 def test_a_run_that_is_ended(start: Callable[..., Process], lab: Lab, tmp_path: Path) -> None:
-    """Two hosts are two nodes; a variable reaches them; SIGTERM reaches the ranks."""
+    """Two hosts are two nodes. A variable reaches both, and SIGTERM reaches the ranks."""
     path = tmp_path / "a report.jsonl"
     words = [SCRIPT, *LONG.split(), "--json", str(path)]
     process = start(HOSTS, *words, PYTHON=sys.executable, GLOO_X="a 'b'")
@@ -67,9 +67,7 @@ def test_a_run_that_is_ended(start: Callable[..., Process], lab: Lab, tmp_path: 
 
 
 @pytest.mark.parametrize("what", ["a killed launcher", "a host that fails"])
-def test_what_ends_the_other_hosts(
-    start: Callable[..., Process], tmp_path: Path, what: str
-) -> None:
+def test_the_other_hosts_end_too(start: Callable[..., Process], tmp_path: Path, what: str) -> None:
     logs = [tmp_path / f"a python.node{node}" for node in (1, 2)]
     if what == "a host that fails":
         (tmp_path / "a python.fails").touch()
@@ -93,7 +91,7 @@ def test_what_ends_the_other_hosts(
         ("node1 slots=1\n", "x.py", 2, "no script 'x.py' here, e.g. benchmarks/ddp_sweep.py"),
     ],
 )
-def test_a_mistake(
+def test_a_mistake_is_reported(
     start: Callable[..., Process], hosts: str, script: str, status: int, want: str
 ) -> None:
     process = start(hosts, script)

@@ -1,4 +1,4 @@
-"""What the README says about uv, with PyPI's uv."""
+"""The commands of the README with uv."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ def uv_run(*words: str) -> str:
 
 
 def test_reports_without_torch(tmp_path: Path) -> None:
-    """A laptop that has uv and two reports."""
+    """A laptop with uv and two reports."""
     report = (ROOT / "tests" / "golden" / "small.jsonl").read_text()
     another = re.sub(r'"started_at": "\d{4}', '"started_at": "2031', report, count=1)
     (tmp_path / "a.jsonl").write_text(report)
@@ -35,7 +35,7 @@ def test_reports_without_torch(tmp_path: Path) -> None:
 
 
 def test_torchrun() -> None:
-    """The README's command, with an environment that has it all: nothing is downloaded."""
+    """The README's command in an environment that has everything, so nothing is downloaded."""
     words = ["--offline", "--python", sys.executable, "--no-project"]
     words += ["--with-requirements", "requirements.txt", "torchrun", "--nproc-per-node", "1"]
     assert "# 1 rank on 1 node" in uv_run(*words, "benchmarks/collectives.py", *SMALL.split())

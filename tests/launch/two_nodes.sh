@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two nodes of a rank each on this machine, with a link of their own: what docs/tutorial.md shows.
-# Needs root. RATE is the link's, as tc writes it.
+# Two nodes with one rank each on this machine, connected by a link of a given rate, as in
+# docs/tutorial.md. Needs root. The rate is written as for tc.
 #
 #     tests/launch/two_nodes.sh 1gbit benchmarks/ddp_sweep.py --models resnet18
 set -euo pipefail
@@ -23,7 +23,7 @@ for node in 1 2; do
     tc -n "$space" qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 50ms
 done
 for node in 1 2; do
-    # a name of its own, as each host has
+    # each node has its own host name
     ip netns exec "${spaces[node - 1]}" unshare --uts sh -c "hostname node$node; exec \"\$@\"" run \
         torchrun --nnodes 2 --node-rank "$((node - 1))" --nproc-per-node 1 \
         --master-addr "$network.1" --master-port 29500 "$@" &

@@ -115,7 +115,7 @@ def test_abba_and_resume(out: Path) -> None:
     other = run("ab.py", *flags_of(out, "0.1 x", "0.12 x", *more))
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
     assert "fake.py 0.12 x; choose another --out" in other.stderr
-    (out / "upgraded").touch()  # to another torch
+    (out / "upgraded").touch()  # torch is upgraded
     (out / "a" / "01.jsonl").unlink()
     other = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
     assert other.returncode == 1

@@ -141,7 +141,7 @@ def test_a_run_whose_pair_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_case_has_the_runs_of_its_benchmark(tmp_path: Path) -> None:
-    """Two benchmarks per side, whose reports alternate in time. 0.2 s of one are not 0.1 s of the
+    """Two benchmarks a side, whose reports alternate in time. 0.2 s of one are not 0.1 s of the
     other, and the first run of `b` in TEST was interrupted."""
     for side in "ab":
         for i in range(6):
@@ -164,7 +164,7 @@ def test_a_case_has_the_runs_of_its_benchmark(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_that_json_lacks_are_null() -> None:
+def test_nan_is_null() -> None:
     result = Result("x", {"n": 1}, "x", p=float("nan"), ratio=1.0, interval=(1.0, 1.0))
     comparison = Comparison([result], None, [], [], [], [], Design())
     text = as_json.document([as_pair(comparison, "a", "b")], status=0)

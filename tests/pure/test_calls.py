@@ -47,7 +47,7 @@ def late_by_cost(rank: int) -> Events:
 def test_the_late_rank_is_named_by_cost_and_not_by_count(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1))
     assert columns(*paths) == {"0": ["30", "0.045"], "1": ["0.045", "30"]}
-    # steps of 50, 50 and 41 + 9 * 0.3 - 0.3 + 0.045 = 43.445 ms: 47.815 in the mean
+    # steps of 50, 50 and 41 + 9 * 0.3 - 0.3 + 0.045 = 43.445 ms have a mean of 47.815 ms
     cost = "30 ms of a 47.81 ms step (62.7%), for more than 5% in 3 of 3 steps"
     line = f"makes the other ranks wait {cost}; mostly in all_reduce of dp"
     assert remarks(*paths) == [f"# rank 1 {line}"]
@@ -61,14 +61,14 @@ def test_equal_traces_name_no_rank(tmp_path: Path) -> None:
     assert remarks(*paths) == ["# no rank makes the other ranks wait for more than 5% of a step"]
 
 
-def test_lateness_counts_at_the_median_of_the_others() -> None:
-    """The shortest call is that of the rank that came last."""
+def test_lateness_is_relative_to_the_median_of_the_others() -> None:
+    """The rank that arrives last has the shortest call."""
     assert lateness_by_rank({0: 31.0, 1: 1.0}) == {0: 0, 1: 30}
-    # two ranks of four come 30 ms later than the others: both are late
+    # two of four ranks arrive 30 ms after the others: both are late
     assert lateness_by_rank({0: 31, 1: 1, 2: 1.5, 3: 31}) == {0: 0, 1: 30, 2: 29.5, 3: 0}
     # one early rank of three does not make the others late
     assert lateness_by_rank({0: 31, 1: 1, 2: 1}) == {0: 0, 1: 0, 2: 0}
-    # of five, the median of the others of rank 0 is (2 4 6 8: the lower) 4
+    # of five ranks, the others of rank 0 have the lower median 4 (of 2 4 6 8)
     assert lateness_by_rank({0: 1, 1: 2, 2: 4, 3: 6, 4: 8}) == {0: 3, 1: 2, 2: 0, 3: 0, 4: 0}
 
 
@@ -102,7 +102,7 @@ def test_lateness_counts_at_the_median_of_the_others() -> None:
             [(20, 20, 20), (9, 9, 9)],
             "rank 0 makes the other ranks wait 20 ms of a 100 ms step",
         ),
-        # by more than that in the mean, but not in most steps
+        # by more than that on average, but not in most steps
         ([(90, 9, 9), (9, 9, 9)], "no rank stands out: the other ranks wait 36 ms of a 100 ms"),
         # two of four
         (

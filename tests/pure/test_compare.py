@@ -282,7 +282,7 @@ def test_outlying_runs_are_named(tmp_path: Path) -> None:
     shown = run("compare.py", nights, "--test", today).stdout
     assert f"outliers among the runs of BASE: {nights}/04.jsonl (1.50 times the median), " in shown
     assert f"{nights}/08.jsonl (0.60 times the median); they count, and widen the" in shown
-    for number in range(12):  # another benchmark before each: the runs are those of their own
+    for number in range(12):  # another benchmark ran before each; its runs are not mixed in
         path = tmp_path / "nights" / f"other{number}.jsonl"
         write(path, case("x", [0.1] * 6), benchmark="other", started_at="2025-01-01T00:00:00+00:00")
     shown = run("compare.py", nights, "--test", today).stdout

@@ -263,24 +263,6 @@ def test_a_folder_that_was_interrupted(tmp_path: Path, command: Callable[[float]
     assert "is not a complete folder of ab.py: " in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--paired", "--paired requires --test"),
-        ("--measure step", "--measure requires --test"),
-        ("--margin 3%", "--margin requires two sides: --test, or a folder of ab.py"),
-        ("--ignore-key x", "--ignore-key requires two sides"),
-    ],
-)
-def test_a_flag_of_comparisons_needs_two_sides(words: str, why: str, tmp_path: Path) -> None:
-    report = write(tmp_path / "a.jsonl", case("x"))
-    page = tmp_path / "page.html"
-    done = run("report.py", report, "-o", str(page), *words.split())
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert why in done.stderr
-    assert not page.exists()
-
-
 # -- names -----------------------------------------------------------------------------------------
 
 

@@ -363,7 +363,7 @@ def test_tasks_of_a_launcher_without_its_wrapper(
 def test_a_copy_without_the_list_of_launchers_starts(
     by_hand: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with a script that was copied without launch/."""
+    """Like a script in a tutorial that was copied without launch/."""
     by_hand.setattr(join, "ROOT", tmp_path)
     assert join.read_launchers() == []
     assert join.world() == (0, 0, 2, 2)

@@ -1,4 +1,4 @@
-"""The lines around the tables, by hand: common/observe/hints.py."""
+"""common/observe/hints.py: the lines around the tables."""
 
 import shlex
 from pathlib import Path
@@ -27,8 +27,9 @@ def said(*cases: Case, busy: str = "", crowded: str = "", **flags: Any) -> list[
     return hints(cases, SimpleNamespace(**given), busy, crowded)
 
 
-def test_which_intervals_are_doubtful() -> None:
-    """A difference that may be 0 is as small as it can be told; rates follow from times."""
+def test_which_intervals_are_mentioned() -> None:
+    """Not that of a difference that includes 0, and not that of a rate, which follows from a
+    time."""
     full = case(step_s=SURE, exposed_s=Estimate(0.1, -1, 1), samples_per_s=NONE)
     assert said(full, case(samples_per_s=1.0)) == []
     lines = said(full, case("a", step_s=NONE, exposed_s=SURE), case("b", step_s=WIDE))
@@ -65,7 +66,7 @@ GROWING = case(samples=[0.1 + 0.01 * i for i in range(30)], step_s=NONE)  # they
 @pytest.mark.parametrize(
     ("causes", "lines"),
     [
-        # 12 s of samples, with the untimed iterations up to 24 s: twice that
+        # 12 s of samples, up to 24 s with untimed iterations: twice that
         (said(FEW), ["few samples, down to 6 per case: try --max-seconds 48"]),
         (said(FEW, iters=6), ["few samples, down to 6 per case: try --iters 12"]),
         (said(SWING), ["no cause found: try --max-seconds 30"]),

@@ -195,7 +195,7 @@ def test_a_trace_that_is_cut_off(end: int) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "7", '{"a": 1}', '{"traceEvents": 7}', '{"traceEvents": {"a": 1}}']
 )
-def test_json_that_is_no_trace(text: str) -> None:
+def test_json_that_is_not_a_trace(text: str) -> None:
     with pytest.raises(kineto.NotATrace, match="JSON without traceEvents"):
         parsed(text)
 

@@ -1,5 +1,5 @@
 """analysis/nccl_tests.py and load.py: reports of nccl-tests, rccl-tests and PyTorch's DDP
-benchmark, in JSON and as tables."""
+benchmark, as JSON and as tables."""
 
 import json
 import re

@@ -252,7 +252,7 @@ def test_settings_of_the_process_are_restored(function: str, change: str) -> Non
         torch.set_num_threads(threads)
 
 
-def test_a_changed_folder_and_path_stay_and_are_named(folder: Path) -> None:
+def test_changes_of_folder_and_path_are_kept_and_named(folder: Path) -> None:
     moved = f"the working directory from {folder} to {folder / 'elsewhere'}; this persists"
     assert try_own("users:moves", CPU) == Trial(2, [moved, "sys.path (/a/library); this persists"])
     assert Path.cwd() == folder / "elsewhere"

@@ -43,7 +43,7 @@ def key_of(mesh: str, sequence: int, batch: int, microbatches: int, experts: int
 @pytest.mark.parametrize(
     ("name", "numbers", "says"),
     [
-        # sequence, batch, microbatches, experts; decoder-tiny: 8 layers, 8 heads
+        # sequence, batch, microbatches, experts; decoder-tiny has 8 layers and 8 heads
         ("cp4tp2", (100, 16, 1, 0), "--sequence-length 100 is not divisible by cp * tp = 8; e.g."),
         ("ep3", (128, 15, 1, 8), "8 experts are not divisible by ep = 3"),
         ("tp4", (128, 16, 1, 8), "tp does not shard experts"),

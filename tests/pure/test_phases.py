@@ -91,7 +91,7 @@ def test_workers_at_their_own_pace() -> None:
 
 
 def test_six_rounds_always_have_an_interval() -> None:
-    """Up to 8 values, each of a round, count as independent; more show whether they are."""
+    """Up to 8 rounds count as independent. With more, their autocorrelation is estimated."""
     assert interval_of_rounds([1, 1, 1, 2, 2, 2]) == (1, 2)
     assert interval_of_rounds([1, 2, 3, 4, 5]) is None
     assert interval_of_rounds([1.0] * 5 + [2.0] * 5) is None

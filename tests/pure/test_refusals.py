@@ -190,10 +190,10 @@ MISTAKES = [
     ("report", "a.jsonl -o a.jsonl", "expected a file that ends in .html, got 'a.jsonl'"),
     ("report", "a.jsonl -o no/where.html", "No such file"),
     ("report", "absent.jsonl -o page.html", "No such file"),
-    ("report", "a.jsonl -o page.html --paired", "--paired needs --test"),
-    ("report", "a.jsonl -o page.html --measure step", "--measure needs --test"),
-    ("report", "a.jsonl -o page.html --margin 3%", "--margin needs two sides: --test, or a folder"),
-    ("report", "a.jsonl -o page.html --ignore-key x", "--ignore-key needs two sides"),
+    ("report", "a.jsonl -o page.html --paired", "--paired requires --test"),
+    ("report", "a.jsonl -o page.html --measure step", "--measure requires --test"),
+    ("report", "a.jsonl -o page.html --margin 3%", "--margin requires two sides: --test, or a"),
+    ("report", "a.jsonl -o page.html --ignore-key x", "--ignore-key requires two sides"),
     ("trace", "absent.json", "No such file"),
     ("trace", "a.jsonl", "expected a trace of torch.profiler"),
     ("ab", "--a '' --out ab", "expected a command, got ''; e.g. --a 'torchrun x.py'"),
@@ -218,6 +218,11 @@ MISTAKES = [
         "ab",
         "--a x --b y=y z=z --fail-on slower --out ab",
         "--fail-on cannot be used with sev",
+    ),
+    (
+        "ab",
+        "--a x --out ab --step '(.*) ms' --ignore-key x",
+        "--ignore-key applies to reports, and cann",
     ),
 ]
 # other required arguments of a script

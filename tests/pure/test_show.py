@@ -1,4 +1,4 @@
-"""analysis/: results on an stdout that is gone, full, closed or ASCII only; and Ctrl-C."""
+"""analysis/: stdout is full, closed, a broken pipe, or only supports ASCII; and Ctrl-C."""
 
 import io
 import os

@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulate_verdicts import beside, by_ab, by_compare, share
 
-LIMITS = {  # how many simulations, the least and the most
+LIMITS = {  # number of simulations, lower and upper limit of the rate
     "the same, if TEST varies 3 times as much | 95 %": (100, 0.85, 1),
     "equal programs are called different | at most 5 %": (100, 0, 0.12),
     "the same, if all of BASE runs first on a drifting machine | a warning": (100, 0.06, 1),

@@ -118,8 +118,8 @@ def test_an_interval_beyond_a_factor_of_3_is_omitted() -> None:
     assert stats.median(wide) == Estimate(100)
 
 
-def test_two_modes_are_told_with_their_shares() -> None:
-    """7 calls of 0.3 ms for each 3 of 3.6 ms, as all-reduces over gloo have them."""
+def test_two_modes_and_their_shares() -> None:
+    """7 calls take 0.3 ms and 3 take 3.6 ms, like all-reduces over gloo."""
     calls = [0.29e-3, 3.6e-3, 0.3e-3, 3.7e-3, 0.31e-3, 0.3e-3, 3.5e-3, 0.3e-3, 0.3e-3, 0.3e-3] * 2
     fast, slow = stats.modes(calls) or (None, None)
     assert [*(fast or ()), *(slow or ())] == pytest.approx([0.3e-3, 0.7, 3.6e-3, 0.3])

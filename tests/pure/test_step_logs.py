@@ -308,7 +308,7 @@ def test_ab_with_commands_that_write_no_report(out: Path) -> None:
     other = run("ab.py", *words_of(out, "100 x", "200 x", "--skip", "2"))
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
     assert "its plan lacks skip: 2; choose another --out" in other.stderr
-    # the reports and the logs are read again by compare.py
+    # compare.py reads both the reports and the logs
     for ending, step in (("jsonl", ()), ("log", ("--step", MS, "--skip", "1"))):
         sides = [str(out / side / f"*.{ending}") for side in "ab"]
         shown = run("compare.py", sides[0], "--test", sides[1], *step, "--allow-disturbed").stdout
@@ -335,15 +335,7 @@ def test_a_command_without_steps_ends_the_rounds(out: Path) -> None:
     assert re.search(message, done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("flag", [("--interleave",), ("--ignore-key", "x")])
-def test_ab_refuses_what_logs_do_not_have(out: Path, flag: tuple[str, ...]) -> None:
-    done = run("ab.py", *words_of(out, "100 x", "200 x", *flag))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{flag[0]} applies to reports, and cannot be used with --step" in done.stderr
-    assert not out.exists()
-
-
-def test_the_page_of_report_py_has_them(out: Path, tmp_path: Path) -> None:
+def test_report_py_shows_logs(out: Path, tmp_path: Path) -> None:
     assert run("ab.py", *words_of(out, "100 x", "200 x")).returncode == 0
     page = tmp_path / "page.html"
     done = run("report.py", str(out), "-o", str(page))

@@ -24,10 +24,10 @@ ONES = [1.0] * 40
     [
         ([ONES, ONES, [1.5] * 40, ONES], (2, 1.5)),
         ([ONES, ONES, [1.03] * 40, ONES], None),  # within the margin of 5 %
-        # one fast rank of three makes no other one slow: the upper median of the others counts
+        # one fast rank of three does not make another slow: the upper median of the others counts
         ([[0.5] * 40, ONES, [1.01] * 40], None),
         ([[3.0] * 40, ONES, [2.0] * 40], (0, 1.5)),  # 3 over 2, not over 1.5
-        # 10 or 11 % slower in the median, but not surely by more than the margin
+        # 10 or 11 % slower in the median, but not significantly above the margin
         ([ONES, [1.0, 1.2] * 20], None),
         ([ONES, [1.02, 1.2] * 20], None),
         ([[1.0, 9.0]], None),
@@ -39,7 +39,7 @@ def test_straggler(samples: ArrayLike, expected: tuple[int, float] | None) -> No
 
 
 def test_training_metrics() -> None:
-    times = Times({"step": [[1, 2, 3], [2, 1, 5]]}, [1] * 3)  # the slowest: 2, 2, 5
+    times = Times({"step": [[1, 2, 3], [2, 1, 5]]}, [1] * 3)  # the slowest rank: 2, 2, 5
     metrics = training.training_metrics(times, 8)
     assert (metrics["step_s"], metrics["samples_per_s"]) == (Estimate(2), Estimate(4))
     assert (metrics["step_p50_s"], metrics["step_p75_s"]) == (Estimate(2), 3.5)
@@ -52,7 +52,7 @@ def breakdown_of(step: ArrayLike, compute: ArrayLike, send: ArrayLike) -> dict[s
 
 
 def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
-    """Rank 1 computes for 4 s instead of 3 s; the step waits for it and communicates for 1 s."""
+    """Rank 1 computes for 4 s instead of 3 s. The step waits for it and communicates for 1 s."""
     metrics = breakdown_of([[5.0] * 9] * 2, [[3.0] * 9, [4.0] * 9], [[1.0] * 9, [2.0] * 9])
     exposed = metrics["exposed_s"]
     assert (exposed.value, exposed.low, exposed.high) == pytest.approx((1, 1, 1))
@@ -67,8 +67,8 @@ def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
         (swinging(3.0), 4.0, False, 0.5),  # 1 - 2 / 4; half the interval is 0.345
         (swinging(3.0), 2.0, False, 0),
         (swinging(3.0), 1.9, False, None),  # exposed exceeds communication alone
-        (swinging(1.1), 0.5, True, None),  # 0.1 +-0.126: it may be nothing, and the rest noise
-        ([2.0, 4.0], 0.5, True, None),  # too few rounds to know
+        (swinging(1.1), 0.5, True, None),  # 0.1 +-0.126 includes 0
+        ([2.0, 4.0], 0.5, True, None),  # too few rounds
         (swinging(3.0), 0.0, False, None),
     ],
 )
