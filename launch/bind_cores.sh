@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Binds each rank of a node to an equal part of the cores that this process has, and runs the command:
+# Binds each rank of a node to an equal share of the cores available to this process, and runs the
+# command:
 #
 #     torchrun --no-python --nproc-per-node 2 launch/bind_cores.sh python benchmarks/ddp_sweep.py
 #
-# For CPUs; on GPUs torchrun has --numa-binding.
+# Use it on CPUs. On GPUs, use torchrun's --numa-binding.
 set -euo pipefail
 
-: "${LOCAL_RANK:?start this by torchrun --no-python}" "${LOCAL_WORLD_SIZE:?start this by torchrun}"
+: "${LOCAL_RANK:?start this script with torchrun --no-python}"
+: "${LOCAL_WORLD_SIZE:?start this script with torchrun --no-python}"
 : "${1:?expected a command, e.g. python benchmarks/ddp_sweep.py}"
 allowed=$(taskset -pc $$) # pid 7's current affinity list: 0-3,8
 cores=()
@@ -16,7 +18,8 @@ for range in "${ranges[@]}"; do
 done
 share=$((${#cores[@]} / LOCAL_WORLD_SIZE))
 if ((share == 0)); then
-    echo "bind_cores.sh: error: ${#cores[@]} cores for $LOCAL_WORLD_SIZE ranks; start fewer a node" >&2
+    got="${#cores[@]} cores for $LOCAL_WORLD_SIZE ranks"
+    echo "bind_cores.sh: error: $got; start fewer ranks per node" >&2
     exit 2
 fi
 part=$(IFS=,; echo "${cores[*]:LOCAL_RANK * share:share}")

@@ -71,7 +71,7 @@ def test_mpirun_on_a_third_host(lab: Lab, checkout: Path, launcher: str) -> None
     place, show = two_hosts(launcher, 2), ["bash", "-c", f"{SHOW}; hostname"]
     done = mpirun(lab, 3, launcher, place, *show, cwd=checkout)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "on node1 does not know where rank 0 is; set MASTER_ADDR, e.g. mpirun" in done.stderr
+    assert "on node1 cannot determine the host of rank 0; set MASTER_ADDR, e.g. mp" in done.stderr
     given = ["-genv", "MASTER_ADDR", "node1"] if launcher == MPICH else ["-x", "MASTER_ADDR=node1"]
     done = mpirun(lab, 3, launcher, [*given, *place], *show, cwd=checkout)
     assert done.returncode == 0, done.stderr

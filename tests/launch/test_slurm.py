@@ -98,12 +98,12 @@ def test_ranks_follow_the_nodes(
 @pytest.mark.parametrize(
     ("allocation", "command", "want"),
     [
-        ("", f"launch/{SRUN} {SCRIPT}", "this is no Slurm job; e.g. sbatch -N 2"),
-        ("-N2", f"launch/{SRUN} {SCRIPT}", "how many ranks a node? Give sbatch --gpus-per-node"),
+        ("", f"launch/{SRUN} {SCRIPT}", "not running in a Slurm job; e.g. sbatch -N 2"),
+        ("-N2", f"launch/{SRUN} {SCRIPT}", "unknown number of ranks per node; use sbatch --gpus"),
         ("-N2 --ntasks-per-node 2", f"launch/{SRUN} x.py", "no script x.py in /"),
-        ("-N1", "bash launch/slurm_env.sh true", "this is no Slurm step; start it with srun"),
-        ("-N2 -n3", "srun -mblock bash launch/slurm_env.sh true", "expected as many tasks on each"),
-        ("-N2 --ntasks-per-node 2", CYCLIC, "give srun --distribution=block"),
+        ("-N1", "bash launch/slurm_env.sh true", "not running in a Slurm step; start it with srun"),
+        ("-N2 -n3", "srun -mblock bash launch/slurm_env.sh true", "expected the same number of"),
+        ("-N2 --ntasks-per-node 2", CYCLIC, "use srun --distribution=block"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(
@@ -127,7 +127,7 @@ def test_a_suite_is_requeued_and_resumes(lab: Lab, checkout: Path, tmp_path: Pat
     before = job.until_a_case()
     lab.run(0, "scancel", "--batch", "--signal=USR1", number)
     until(lambda: lab.state(number) == "PENDING", 60, lambda: job.text)
-    assert "the time is nearly up: ending the ranks" in job.text
+    assert "the time limit is near: ending the ranks" in job.text
     assert re.search(r"SIGTERM: ended after \d cases?, saved in .*; use --resume", job.text)
     assert "requeued, 1 of at most 3 times" in job.text
     assert "suite.sh: interrupted; " in job.text
@@ -143,8 +143,8 @@ def test_a_suite_is_requeued_and_resumes(lab: Lab, checkout: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("status", "flags", "state", "want"),
     [
-        (1, "--resume", "FAILED", "not requeued: 0 times before; MAX_REQUEUES=0"),
-        (1, "", "FAILED", "not requeued: without --resume it would begin anew"),
+        (1, "--resume", "FAILED", "not requeued: already requeued 0 times; MAX_REQUEUES=0"),
+        (1, "", "FAILED", "not requeued: without --resume the job would start over"),
         (0, "--resume", "COMPLETED", ""),  # it ended at that moment
     ],
 )

@@ -60,7 +60,7 @@ def test_ranks_of_a_node(wrapper: str, tasks: str, gpus: str, ranks: int, idle: 
     assert done.returncode == 0, done.stderr
     name = "--nproc-per-node" if "torchrun" in wrapper else "--ntasks-per-node"
     assert f"{name}={ranks}" in shlex.split(done.stdout)
-    said = f"{wrapper}: {idle} of 8 GPUs of a node stay idle: --ntasks-per-node {ranks} is as many"
+    said = f"{wrapper}: {idle} of 8 GPUs per node are idle with --ntasks-per-node {ranks}; use"
     assert said in done.stderr if idle else not done.stderr
 
 
@@ -111,7 +111,7 @@ def test_dry_run_0_starts_the_ranks(tmp_path: Path) -> None:
     [
         ("0-3,8", 2, "-c 2,3 python x.py a b\n"),
         ("1,3,9-11", 5, "-c 11 python x.py a b\n"),
-        ("0-3,8", 6, "bind_cores.sh: error: 5 cores for 6 ranks; start fewer a node\n"),
+        ("0-3,8", 6, "bind_cores.sh: error: 5 cores for 6 ranks; start fewer ranks per node\n"),
     ],
 )
 def test_each_rank_is_bound_to_its_own_cores(

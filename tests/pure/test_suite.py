@@ -154,4 +154,4 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: str, want: str) -> None:
 def test_a_slurm_job_without_a_number_of_ranks(tmp_path: Path) -> None:
     status, _, said = suite(tmp_path, "node_check", SLURM_JOB_ID="7")
     assert (status, said.count("\n")) == (2, 1)
-    assert "how many ranks a node? Give sbatch --gpus-per-node 8" in said
+    assert "unknown number of ranks per node; use sbatch --gpus-per-node 8" in said
