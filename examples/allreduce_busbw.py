@@ -1,7 +1,7 @@
 """How fast is an all-reduce, and what do algbw and busbw mean?
 
-What you will learn: to time a collective from small messages to large ones, to turn the time into
-what a link has to carry, and to check what was computed.
+What you will learn: how to time a collective for small and large messages, how to convert the time
+into the bandwidth of a link, and how to check the result.
 
     $ torchrun --nproc-per-node 2 examples/allreduce_busbw.py
     2 ranks, gloo: all_reduce of float32, in place
@@ -11,8 +11,8 @@ what a link has to carry, and to check what was computed.
        1048576     1255.6   1028.7 to 3664.1      0.835       0.835       0
       16777216    16765.5   13991.6 to 22239.8    1.001       1.001       0
 
-algbw = bytes / time. A ring sends 2 (n - 1) / n of the bytes over each rank's link, so busbw =
-algbw * 2 (n - 1) / n can be held against the rate of a link, however many ranks there are.
+algbw = bytes / time. A ring sends 2 (n - 1) / n of the bytes over the link of each rank. Therefore
+busbw = algbw * 2 (n - 1) / n can be compared with the rate of a link, for any number of ranks n.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -36,25 +36,25 @@ SIZES = [2**12, 2**16, 2**20, 2**24]  # bytes
 
 # [measure]
 def time_calls(step: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds of a call, on the slowest rank. All ranks call it together."""
-    dist.barrier()  # no clock starts while another rank is still busy with something else
-    step()  # untimed: it finds connections and caches as the timed calls will
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    """Seconds per call, on the slowest rank. All ranks must call it."""
+    dist.barrier()  # all ranks start their clocks together
+    step()  # untimed warm-up of connections and caches
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     start = time.perf_counter()
     for _ in range(calls):
         step()
-    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
+    torch.get_device_module(device).synchronize()  # an accelerator may still have work queued
     elapsed = torch.tensor((time.perf_counter() - start) / calls, device=device)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     return elapsed.item()
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -63,9 +63,9 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
 # [/measure]
 # [check]
 def count_wrong(buffer: torch.Tensor) -> int:
-    """How many elements of an all-reduce are not the sum, on all ranks together."""
+    """The number of elements of an all-reduce that are not the sum, over all ranks."""
     n = dist.get_world_size()
-    pattern = torch.arange(len(buffer), device=buffer.device) % 251  # prime: no two blocks alike
+    pattern = torch.arange(len(buffer), device=buffer.device) % 251  # prime, so that blocks differ
     buffer.copy_(pattern + dist.get_rank())
     dist.all_reduce(buffer)
     wrong = (buffer != n * pattern + n * (n - 1) // 2).sum()  # exact in float32, up to 2**24
@@ -88,15 +88,15 @@ def main() -> int:
     limit = timedelta(seconds=120)  # a hang ends with an error
     dist.init_process_group(backend, timeout=limit, device_id=device_id)
     sizes = SIZES if device.type == "cpu" else [*SIZES, 2**28]
-    # zeros: any other sum would grow from call to call until it is infinite
+    # zeros, because any other sum would grow with each call until it overflows
     buffers = [torch.zeros(size // 4, device=device) for size in sizes]
     steps = [partial(dist.all_reduce, buffer) for buffer in buffers]
-    gc.disable()  # a collection on one rank would stop them all
-    # a GPU works off a queue of calls, a CPU call by call: there the mean of several would hide
-    # how much calls differ
+    gc.disable()  # a collection on one rank would delay all ranks
+    # a GPU executes a queue of calls, so time several; a CPU executes call by call, and the mean of
+    # several would hide their variation
     calls = 1 if device.type == "cpu" else 20
     samples: list[list[float]] = [[] for _ in sizes]
-    for _ in range(ROUNDS):  # the sizes in turns, so that a slow moment hits them alike
+    for _ in range(ROUNDS):  # all sizes in each round, so that a slow moment affects all of them
         for i, step in enumerate(steps):
             samples[i].append(time_calls(step, calls, device))
     wrong = [count_wrong(buffer) for buffer in buffers]

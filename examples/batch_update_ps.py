@@ -1,14 +1,14 @@
-"""How long does a step wait for a server that updates the model once for all trainers?
+"""How long does a step wait for a parameter server that updates the model once for all trainers?
 
-What you will learn: a parameter server over RPC. By `async_execution` its function returns a
-future, so no thread waits: the last trainer's gradient updates the model and answers all trainers.
+What you will learn: how to write a parameter server with RPC. With `async_execution`, its function
+returns a future, so no thread blocks. The last gradient triggers the update and all replies.
 
     $ torchrun --nproc-per-node 3 examples/batch_update_ps.py
                     median ms   95 % interval
     step                 4.51   1.94 to 7.74
     gradient alone       0.12   0.10 to 0.15
     difference           4.37   1.82 to 7.57
-    3 ranks, the last is the server, parameters right: True
+    3 ranks, the last is the server, parameters correct: True
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -32,31 +32,31 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
 def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> None:
-    """Time two kinds of steps in turns and print their difference. All trainers call it."""
-    gc.disable()  # a collection on one rank would stop them all
+    """Time two kinds of steps alternately and print the difference. All trainers must call it."""
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(16):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(16):  # in alternating order, so that a drift of the machine cancels
         for name in kinds if i % 2 == 0 else reversed(kinds):
-            dist.barrier()  # no clock starts while another trainer is still busy
+            dist.barrier()  # all trainers start their clocks together
             stamps = []
-            for _ in range(4):  # the first one finds cold caches: its end starts the clock
+            for _ in range(4):  # the first one is an untimed warm-up
                 kinds[name]()
-                torch.get_device_module(device).synchronize()  # does nothing on the CPU
+                torch.get_device_module(device).synchronize()  # no-op on the CPU
                 stamps.append(time.perf_counter() * 1e3)
             slowest = torch.tensor(stamps, dtype=torch.float64, device=device).diff()
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the others wait for it
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the slowest trainer of each step
             times[name].append(statistics.median(slowest.tolist()))
     times["difference"] = [a - b for a, b in zip(*times.values(), strict=True)]
     if dist.get_rank() == 0:
         print(f"{'':15}{'median ms':>10}   95 % interval")
         for name in times:
-            x = sorted(times[name])  # in 98 of 100 runs the 4th to the 13th hold the median
+            x = sorted(times[name])  # the 4th to the 13th contain the median in 98 of 100 runs
             print(f"{name:15}{statistics.median(x):10.2f}   {x[3]:.2f} to {x[12]:.2f}")
 
 
 # [server]
 class Server:
-    """The parameters as one row, and the gradients that have come since it was updated."""
+    """The parameters as one vector, and the gradients received since the last update."""
 
     def __init__(self, model: nn.Module, trainers: int) -> None:
         self.trainers, self.lock = trainers, threading.Lock()
@@ -66,13 +66,13 @@ class Server:
         self.updated: Future[Tensor] = Future()
 
 
-SERVER: list[Server] = []  # that of the last rank is used
+SERVER: list[Server] = []  # used on the server only
 
 
-@rpc.functions.async_execution  # the reply is sent when the future has its result
+@rpc.functions.async_execution  # RPC replies when the future has a result
 def update(gradient: Tensor) -> Future[Tensor]:
     server = SERVER[0]
-    with server.lock:  # several threads of RPC run this
+    with server.lock:  # RPC runs this function in several threads
         updated = server.updated
         server.gradients.append(gradient)
         if len(server.gradients) == server.trainers:
@@ -89,22 +89,22 @@ def main() -> int:
     trainers = ranks - 1  # the last rank is the server
     if trainers == 0:
         raise SystemExit("expected 2 ranks or more: torchrun --nproc-per-node 3 ...")
-    warnings.filterwarnings("ignore", "You are using a Backend")  # init_rpc does, in 2.11 to 2.15
+    warnings.filterwarnings("ignore", "You are using a Backend")  # from init_rpc in torch 2.11-2.15
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     torch.manual_seed(0)  # the same weights everywhere
     model = nn.Linear(100, 30).to(device)
-    in_one_process = copy.deepcopy(model)  # trained without the server, to compare
-    batches = torch.randn(trainers, 20, 100).to(device)  # of all trainers
-    SERVER.append(Server(model, trainers))  # before RPC starts, so that every call finds it
+    in_one_process = copy.deepcopy(model)  # trained without the server, as a reference
+    batches = torch.randn(trainers, 20, 100).to(device)  # one per trainer
+    SERVER.append(Server(model, trainers))  # before RPC starts, so that the first call finds it
     rpc.init_rpc(f"trainer{rank}" if rank < trainers else "server", rank=rank, world_size=ranks)
     if rank == trainers:
-        rpc.shutdown()  # when all ranks call it: until then this one answers
+        rpc.shutdown()  # serves requests until all ranks have called it
         return 0
     limit = timedelta(seconds=120)  # a hang ends with an error
-    # only `compare` uses it
+    # only used by `compare`
     dist.init_process_group("gloo", timeout=limit, rank=rank, world_size=trainers)
 
     def gradient() -> Tensor:
@@ -117,17 +117,17 @@ def main() -> int:
 
     compare({"step": step, "gradient alone": gradient}, device)
     optimizer = torch.optim.SGD(in_one_process.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(16 * 4):  # as many steps as `compare` has made
+    for _ in range(16 * 4):  # the number of steps in `compare`
         optimizer.zero_grad()
         in_one_process(batches).square().mean().backward()
         optimizer.step()
     got, wanted = (parameters_to_vector(m.parameters()) for m in (model, in_one_process))
-    right = torch.allclose(got, wanted, rtol=1e-3, atol=1e-5)
+    same = torch.allclose(got, wanted, rtol=1e-3, atol=1e-5)
     if rank == 0:
-        print(f"{ranks} ranks, the last is the server, parameters right: {right}")
+        print(f"{ranks} ranks, the last is the server, parameters correct: {same}")
     dist.destroy_process_group()
     rpc.shutdown()
-    return 0 if right else 1
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Does torch.compile make a DDP step faster, and when has it paid for itself?
+"""Does torch.compile make a DDP step faster, and how long does compilation take?
 
-What you will learn: to time an eager and a compiled step in turns, with the same parameters,
-and the first compiled step apart from the others.
+What you will learn: how to time an eager and a compiled step alternately, with the same parameters,
+and how to time the first compiled step separately.
 
     $ torchrun --nproc-per-node 2 examples/compiled_ddp.py
                     median ms   95 % interval
     eager               41.28   33.67 to 50.84
     compiled            42.94   34.29 to 49.55
     saved               -0.48   -10.70 to 7.81
-    2 ranks, gloo, inductor, first compiled step 10.2 s, gradients right: True
+    2 ranks, gloo, inductor, first compiled step 10.2 s, gradients correct: True
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15. Argument: the compiler.
 """
@@ -33,35 +33,35 @@ ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
+    """Milliseconds per step: the median of STEPS, on the slowest rank. All ranks must call it."""
     cpu = device.type == "cpu"
 
-    def stamp() -> Any:  # an accelerator has only queued the work: it stamps an event later
+    def stamp() -> Any:  # an accelerator runs asynchronously, so record an event
         if cpu:
             return time.perf_counter() * 1e3
         event = torch.get_device_module(device).Event(enable_timing=True)
         event.record()
         return event
 
-    dist.barrier()  # no clock starts while another rank is still busy with something else
-    step()  # untimed: it finds the caches as the block before has left them
+    dist.barrier()  # all ranks start their clocks together
+    step()  # untimed warm-up, because the previous block has filled the caches
     stamps = [stamp()]
     for _ in range(STEPS):
         step()
         stamps.append(stamp())
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     times = [b - a if cpu else a.elapsed_time(b) for a, b in pairwise(stamps)]
     slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the next waits for this rank
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the slowest rank of each step
     return statistics.median(slowest.tolist())
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -87,22 +87,22 @@ def main() -> int:
     device_id = None if device.type == "cpu" else device
     limit = timedelta(seconds=120)  # a hang ends with an error
     dist.init_process_group(backend, timeout=limit, device_id=device_id)
-    torch.manual_seed(dist.get_rank())  # each rank has data of its own; DDP sends rank 0's weights
+    torch.manual_seed(dist.get_rank())  # different data on each rank; DDP sends rank 0's weights
     compiler = sys.argv[1] if len(sys.argv) > 1 else "inductor"
     dim = 512 if device.type == "cpu" else 8192
     layers = [nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim), nn.GELU()) for _ in range(4)]
     net = nn.Sequential(*layers).to(device)
-    # compiled in DDP's first forward pass, so torch knows the buckets and splits the graph there
+    # compiled in the first forward pass under DDP, so that torch splits the graph at its buckets
     model = DistributedDataParallel(torch.compile(net, backend=compiler))
     x = torch.randn(256, dim, device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # then all gradients are alike
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that gradients stay the same
 
     def compiled() -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
 
-    def eager() -> None:  # the same model, so it needs no memory of its own
+    def eager() -> None:  # the same model, so it needs no extra memory
         with torch.compiler.set_stance("force_eager"):
             compiled()
 
@@ -112,21 +112,21 @@ def main() -> int:
     start = time.perf_counter()
     compiled()
     torch.get_device_module(device).synchronize()
-    first_s = time.perf_counter() - start  # with compiling, until the slowest rank's gradients came
+    first_s = time.perf_counter() - start  # includes compilation on the slowest rank
     pairs: Any = zip([p.grad for p in model.parameters()], wanted, strict=True)
-    right = all(torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in pairs)
-    gc.disable()  # from here on: a collection on one rank would stop them all
+    same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in pairs)
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {eager: [], compiled: []}
-    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
         for kind in (eager, compiled) if i % 2 == 0 else (compiled, eager):
             times[kind].append(time_block(kind, device))
     saved = [a - b for a, b in zip(times[eager], times[compiled], strict=True)]
     if dist.get_rank() == 0:
         print_rows({"eager": times[eager], "compiled": times[compiled], "saved": saved})
         about = f"{backend}, {compiler}, first compiled step {first_s:.1f} s"
-        print(f"{dist.get_world_size()} ranks, {about}, gradients right: {right}")
+        print(f"{dist.get_world_size()} ranks, {about}, gradients correct: {same}")
     dist.destroy_process_group()
-    return 0 if right else 1
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

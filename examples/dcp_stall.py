@@ -1,7 +1,7 @@
-"""What does a checkpoint cost the training: the call alone, or the steps after it as well?
+"""How much training time does a checkpoint cost: only the call, or also the steps after it?
 
-What you will learn: an asynchronous save returns early, then slows the steps beside its upload.
-stall = the call (`blocked`) + what the steps until the upload's end took above idle ones.
+What you will learn: an asynchronous save returns early, but slows down the steps during its upload.
+stall = time of the call (`blocked`) + extra time of the steps until the upload has finished.
 
     $ torchrun --nproc-per-node 2 examples/dcp_stall.py
     2 ranks, gloo, medians of 7 saves
@@ -30,26 +30,26 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-SAVES, IDLE = 8, 5  # saves of each kind, of which the first does not count; steps before each
+SAVES, IDLE = 8, 5  # saves of each kind (the first is a warm-up); steps before each save
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
 def join_with_gloo() -> tuple[torch.device, str]:
-    """Join the job. The device of this rank, and the backend."""
-    gc.disable()  # a collection on one rank would stop them all
+    """Join the process group. Returns the device of this rank, and the backend."""
+    gc.disable()  # a collection on one rank would delay all ranks
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = "gloo"
-    if device.type != "cpu":  # saves need a backend for the CPU as well
+    if device.type != "cpu":  # saving also needs a backend for the CPU
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -60,14 +60,14 @@ def join_with_gloo() -> tuple[torch.device, str]:
 
 
 def shared_folder() -> str:
-    """The folder that rank 0 makes, where all ranks write."""
+    """A folder created by rank 0, for all ranks."""
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
     return box[0]
 
 
 def print_saves(rounds: list[list[float]], backend: str) -> None:
-    """A row for each kind of save: its median times, with the interval of the stall."""
+    """Print a row for each kind of save: median times, and the interval of the stall."""
     print(f"{dist.get_world_size()} ranks, {backend}, medians of {SAVES - 1} saves")
     print("           blocked s   stall s   95 % interval")
     for name, times in (("save", rounds[2::2]), ("async_save", rounds[3::2])):
@@ -78,17 +78,17 @@ def print_saves(rounds: list[list[float]], backend: str) -> None:
 
 def main() -> str | None:
     device, backend = join_with_gloo()
-    uploads: Any = dist.new_group(backend="gloo")  # or a save's collectives meet those of the steps
+    uploads: Any = dist.new_group(backend="gloo")  # separate from the collectives of the steps
     rank = dist.get_rank()
     width = 512 if device.type == "cpu" else 8192
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).to(device)
     fully_shard(model, mesh=dist.init_device_mesh(device.type, (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters())
     x, y = torch.randn(2, 32, width, device=device)
-    saved: dict[str, torch.Tensor] = {}  # this rank's weights as a save found them
+    saved: dict[str, torch.Tensor] = {}  # this rank's weights at the last save
 
     def train(more: Callable[[int], bool]) -> list[float]:
-        """Seconds of each step. They go on while any rank wants more."""
+        """Train until no rank wants more steps. Returns the seconds of each step."""
         times: list[float] = []
         go_on = torch.ones((), device=device)
         while go_on:
@@ -98,13 +98,13 @@ def main() -> str | None:
             optimizer.step()
             go_on.fill_(more(len(times) + 1))
             dist.all_reduce(go_on, op=dist.ReduceOp.MAX)
-            torch.get_device_module(device).synchronize()  # does nothing on the CPU
+            torch.get_device_module(device).synchronize()  # no-op on the CPU
             times.append(time.perf_counter() - start)
         return times
 
     # [save]
     def save(path: str, overlap: bool) -> list[float]:
-        """Two times in seconds, blocked and stall, each of its slowest rank."""
+        """Returns blocked and stall in seconds, each on its slowest rank."""
         idle = statistics.median(train(lambda steps: steps < IDLE))
         saved.update({k: v.to_local().clone() for k, v in model.state_dict().items()})
         start = time.perf_counter()
@@ -118,24 +118,24 @@ def main() -> str | None:
         stall = blocked
         if overlap:
             upload = getattr(response, "upload_completion", response)
-            beside_upload = train(lambda steps: not upload.done())
-            stall += sum(seconds - idle for seconds in beside_upload)
-            upload.result()  # raises what went wrong
+            during_upload = train(lambda steps: not upload.done())
+            stall += sum(seconds - idle for seconds in during_upload)
+            upload.result()  # raises the exception of a failed upload
         times = torch.tensor([blocked, stall], device=device)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return times.tolist()
 
     # [/save]
     folder = shared_folder()
-    rounds = [save(f"{folder}/{i}", overlap=i % 2 == 1) for i in range(2 * SAVES)]  # in turns
+    rounds = [save(f"{folder}/{i}", overlap=i % 2 == 1) for i in range(2 * SAVES)]  # alternately
     dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/{2 * SAVES - 1}")
     same = all(torch.equal(v.to_local(), saved[k]) for k, v in model.state_dict().items())
-    dist.barrier()  # all have read it
+    dist.barrier()  # all ranks have loaded it
     if rank == 0:
         shutil.rmtree(folder)
         print_saves(rounds, backend)
     dist.destroy_process_group()
-    return None if same else f"rank {rank}: the checkpoint does not bring back what its call found"
+    return None if same else f"rank {rank}: the loaded checkpoint differs from the saved weights"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How much of a training step is communication that computing does not hide?
+"""How much of a training step is communication that does not overlap with computation?
 
-What you will learn: to time a step under DistributedDataParallel, in turns with the same step
-without averaging gradients (`no_sync`), and to put an interval on the difference.
+What you will learn: how to time a step under DistributedDataParallel alternately with the same step
+without averaging gradients (`no_sync`), and how to compute an interval for the difference.
 
     $ torchrun --nproc-per-node 2 examples/ddp_exposed.py
                     median ms   95 % interval
@@ -32,35 +32,35 @@ ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
+    """Milliseconds per step: the median of STEPS, on the slowest rank. All ranks must call it."""
     cpu = device.type == "cpu"
 
-    def stamp() -> Any:  # an accelerator has only queued the work: it stamps an event later
+    def stamp() -> Any:  # an accelerator runs asynchronously, so record an event
         if cpu:
             return time.perf_counter() * 1e3
         event = torch.get_device_module(device).Event(enable_timing=True)
         event.record()
         return event
 
-    dist.barrier()  # no clock starts while another rank is still busy with something else
-    step()  # untimed: it finds the caches as the block before has left them
+    dist.barrier()  # all ranks start their clocks together
+    step()  # untimed warm-up, because the previous block has filled the caches
     stamps = [stamp()]
     for _ in range(STEPS):
         step()
         stamps.append(stamp())
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     times = [b - a if cpu else a.elapsed_time(b) for a, b in pairwise(stamps)]
     slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the next waits for this rank
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the slowest rank of each step
     return statistics.median(slowest.tolist())
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -88,13 +88,13 @@ def main() -> int:
     dist.init_process_group(backend, timeout=limit, device_id=device_id)
     # [/setup]
     # [wrap]
-    torch.manual_seed(dist.get_rank())  # each rank has data of its own; DDP sends rank 0's weights
+    torch.manual_seed(dist.get_rank())  # different data on each rank; DDP sends rank 0's weights
     width = 1024 if device.type == "cpu" else 8192
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
     x = torch.randn(64, width, device=device)
     learn = torch.optim.SGD(model.parameters(), lr=0.1)
-    stand_still = torch.optim.SGD(model.parameters(), lr=0.0)  # costs the same, replicas stay equal
+    stand_still = torch.optim.SGD(model.parameters(), lr=0.0)  # same cost, but replicas stay equal
 
     def step(optimizer: torch.optim.Optimizer = learn) -> None:
         optimizer.zero_grad()
@@ -102,16 +102,16 @@ def main() -> int:
         optimizer.step()
 
     def local_compute() -> None:
-        with model.no_sync():  # around the forward pass as well, which prepares the averaging
+        with model.no_sync():  # must include the forward pass, which prepares the averaging
             step(stand_still)
 
     # [/wrap]
     # [turns]
     for _ in range(4):
-        step()  # DDP arranges its buckets anew in the second one; each block warms up its own kind
-    gc.disable()  # from here on: a collection on one rank would stop them all
+        step()  # DDP rebuilds its buckets in the second step
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
-    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
         for kind in (step, local_compute) if i % 2 == 0 else (local_compute, step):
             times[kind].append(time_block(kind, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]
@@ -119,7 +119,7 @@ def main() -> int:
         print_rows({"step": times[step], "local compute": times[local_compute], "exposed": exposed})
     # [/turns]
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-    extremes = torch.stack([flat, -flat])  # the largest -x is minus the smallest x
+    extremes = torch.stack([flat, -flat])  # max(-x) = -min(x)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     equal = torch.equal(extremes[0], -extremes[1])
     if dist.get_rank() == 0:

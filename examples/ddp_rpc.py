@@ -1,14 +1,15 @@
-"""What do embeddings on a server cost a DDP step, beside a copy of them on every rank?
+"""How much slower is a DDP step with embeddings on a server than with a copy on every rank?
 
-What you will learn: to look embeddings up over RPC while the dense part is under DDP. Distributed
-autograd brings the gradients to the server, and a distributed optimizer updates the table there.
+What you will learn: how to look up embeddings over RPC while the dense part is under DDP.
+Distributed autograd sends the gradients to the server, where a distributed optimizer updates the
+table.
 
     $ torchrun --nproc-per-node 3 examples/ddp_rpc.py
                     median ms   95 % interval
     server              51.30   47.32 to 56.12
     copies               3.13   2.89 to 6.37
     difference          47.22   41.84 to 52.39
-    3 ranks, gloo, the last is the server, parameters right: True
+    3 ranks, gloo, the last is the server, parameters correct: True
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -32,33 +33,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> None:
-    """Time two kinds of steps in turns and print their difference. All trainers call it."""
-    gc.disable()  # a collection on one rank would stop them all
+    """Time two kinds of steps alternately and print the difference. All trainers must call it."""
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(16):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(16):  # in alternating order, so that a drift of the machine cancels
         for name in kinds if i % 2 == 0 else reversed(kinds):
-            dist.barrier()  # no clock starts while another trainer is still busy
+            dist.barrier()  # all trainers start their clocks together
             stamps = []
-            for _ in range(4):  # the first one finds cold caches: its end starts the clock
+            for _ in range(4):  # the first one is an untimed warm-up
                 kinds[name]()
-                torch.get_device_module(device).synchronize()  # does nothing on the CPU
+                torch.get_device_module(device).synchronize()  # no-op on the CPU
                 stamps.append(time.perf_counter() * 1e3)
             slowest = torch.tensor(stamps, dtype=torch.float64, device=device).diff()
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the others wait for it
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the slowest trainer of each step
             times[name].append(statistics.median(slowest.tolist()))
     times["difference"] = [a - b for a, b in zip(*times.values(), strict=True)]
     if dist.get_rank() == 0:
         print(f"{'':15}{'median ms':>10}   95 % interval")
         for name in times:
-            x = sorted(times[name])  # in 98 of 100 runs the 4th to the 13th hold the median
+            x = sorted(times[name])  # the 4th to the 13th contain the median in 98 of 100 runs
             print(f"{name:15}{statistics.median(x):10.2f}   {x[3]:.2f} to {x[12]:.2f}")
 
 
-TABLES: list[nn.EmbeddingBag] = []  # that of the last rank is used
+TABLES: list[nn.EmbeddingBag] = []  # used on the server only
 
 
 def look_up(indices: Tensor) -> Tensor:
-    return TABLES[0](indices)  # the sum of the rows in each line of indices
+    return TABLES[0](indices)  # for each row of indices, the sum of their embeddings
 
 
 def get_weight() -> Tensor:
@@ -70,22 +71,22 @@ def main() -> int:
     trainers = ranks - 1  # the last rank is the server
     if trainers == 0:
         raise SystemExit("expected 2 ranks or more: torchrun --nproc-per-node 3 ...")
-    logging.captureWarnings(True)  # torch 2.11 to 2.15 warn of what their own rpc and optim do
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1)  # so updates do not race
+    logging.captureWarnings(True)  # rpc and optim of torch 2.11 to 2.15 warn about their own calls
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1)  # so that updates do not race
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
-        # to the last device of the server's node; answers take the same way back
+        # the server uses the last device of its node; replies use the reverse map
         options.set_device_map("server", {device: int(os.environ["LOCAL_WORLD_SIZE"]) - 1})
     torch.manual_seed(0)  # the same weights everywhere
     table = nn.EmbeddingBag(1000, 64, mode="sum").to(device)
     dense = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).to(device)
-    TABLES.append(table)  # before RPC starts, so that every call finds it
+    TABLES.append(table)  # before RPC starts, so that the first call finds it
     name = f"trainer{rank}" if rank < trainers else "server"
     rpc.init_rpc(name, rank=rank, world_size=ranks, rpc_backend_options=options)
     if rank == trainers:
-        rpc.shutdown()  # when all ranks call it: until then this one answers
+        rpc.shutdown()  # serves requests until all ranks have called it
         return 0
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
@@ -93,7 +94,7 @@ def main() -> int:
     dist.init_process_group(
         backend, timeout=limit, rank=rank, world_size=trainers, device_id=device_id
     )
-    torch.manual_seed(rank)  # each trainer has data of its own
+    torch.manual_seed(rank)  # different data on each trainer
     indices, targets = torch.randint(1000, (64, 4)).to(device), torch.randint(8, (64,)).to(device)
     # [wrap]
     model = DistributedDataParallel(copy.deepcopy(dense))
@@ -101,14 +102,14 @@ def main() -> int:
     optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=0.05)
 
     def step() -> None:
-        with dist_autograd.context() as context:  # it has the gradients, not the parameters
+        with dist_autograd.context() as context:  # holds the gradients
             rows = rpc.rpc_sync("server", look_up, args=(indices,))
             dist_autograd.backward(context, [nn.functional.cross_entropy(model(rows), targets)])
             optimizer.step(context)
 
     # [/wrap]
     ddp = DistributedDataParallel(nn.Sequential(table, dense))
-    ddp_optimizer = torch.optim.SGD(dense.parameters(), lr=0.05)  # DDP averages, a server adds up:
+    ddp_optimizer = torch.optim.SGD(dense.parameters(), lr=0.05)  # DDP averages, the server sums:
     ddp_optimizer.add_param_group({"params": table.parameters(), "lr": 0.05 * trainers})
 
     def ddp_step() -> None:
@@ -119,15 +120,15 @@ def main() -> int:
     for _ in range(3):
         step()
         ddp_step()
-        dist.barrier()  # all trainers have updated the table
+        dist.barrier()  # wait until all trainers have updated the table
     got = [rpc.rpc_sync("server", get_weight), *model.parameters()]
-    right = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, ddp.parameters(), strict=True))
+    same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, ddp.parameters(), strict=True))
     compare({"server": step, "copies": ddp_step}, device)
     if rank == 0:
-        print(f"{ranks} ranks, {backend}, the last is the server, parameters right: {right}")
+        print(f"{ranks} ranks, {backend}, the last is the server, parameters correct: {same}")
     dist.destroy_process_group()
     rpc.shutdown()
-    return 0 if right else 1
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""How much of an FSDP2 step is communication that computing does not hide?
+"""How much of an FSDP2 step is communication that does not overlap with computation?
 
-What you will learn: to shard a model by `fully_shard`, and to time its step in turns with a
-twin whose collectives send nothing. The difference is what sharding adds to the step.
+What you will learn: how to shard a model with `fully_shard`, and how to time its step alternately
+with a twin whose collectives send nothing. The difference is the cost of sharding.
 
     $ torchrun --nproc-per-node 2 examples/fsdp_exposed.py
                     median ms   95 % interval
     step               162.96   127.11 to 183.22
     local compute       68.05   64.32 to 85.12
     exposed             74.22   45.77 to 120.91
-    2 ranks, gloo, output right: True
+    2 ranks, gloo, output correct: True
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -34,35 +34,35 @@ ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
+    """Milliseconds per step: the median of STEPS, on the slowest rank. All ranks must call it."""
     cpu = device.type == "cpu"
 
-    def stamp() -> Any:  # an accelerator has only queued the work: it stamps an event later
+    def stamp() -> Any:  # an accelerator runs asynchronously, so record an event
         if cpu:
             return time.perf_counter() * 1e3
         event = torch.get_device_module(device).Event(enable_timing=True)
         event.record()
         return event
 
-    dist.barrier()  # no clock starts while another rank is still busy with something else
-    step()  # untimed: it finds the caches as the block before has left them
+    dist.barrier()  # all ranks start their clocks together
+    step()  # untimed warm-up, because the previous block has filled the caches
     stamps = [stamp()]
     for _ in range(STEPS):
         step()
         stamps.append(stamp())
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     times = [b - a if cpu else a.elapsed_time(b) for a, b in pairwise(stamps)]
     slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the next waits for this rank
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the slowest rank of each step
     return statistics.median(slowest.tolist())
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -88,26 +88,26 @@ def main() -> int:
     device_id = None if device.type == "cpu" else device
     limit = timedelta(seconds=120)  # a hang ends with an error
     dist.init_process_group(backend, timeout=limit, device_id=device_id)
-    torch.set_flush_denormal(True)  # what the twin computes with is garbage, which may be slow
+    torch.set_flush_denormal(True)  # the twin computes with garbage; denormals would be slow
     width = 1024 if device.type == "cpu" else 8192
 
     def build(mesh: dist.DeviceMesh | None = None) -> nn.Module:
         torch.manual_seed(0)  # the same weights on all ranks
         layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
         model = nn.Sequential(*layers)
-        if mesh:  # without one it stays whole, to check the output
-            for unit in (*model, model):  # each is gathered when it is used
+        if mesh:  # without a mesh the model is not sharded, to check the output
+            for unit in (*model, model):  # each unit is gathered when it is used
                 fully_shard(unit, mesh=mesh)
         return model
 
-    # Meshes with equal names are taken for one mesh, so the twin's dimension has its own name.
+    # DTensor treats meshes with equal names as the same mesh, so the twin's dimension is renamed.
     new_mesh = partial(dist.init_device_mesh, device.type, (dist.get_world_size(),))
     with device:
-        x = torch.randn(64, width)  # before `build` seeds: each rank has data of its own
+        x = torch.randn(64, width)  # before `build` sets the seed: different data on each rank
         expected = build()(x)
         model = build(new_mesh(mesh_dim_names=("dp",)))
         twin = build(new_mesh(mesh_dim_names=("dp fake",), backend_override={"dp fake": "fake"}))
-    right = torch.allclose(model(x), expected, rtol=1e-4, atol=1e-5)
+    same = torch.allclose(model(x), expected, rtol=1e-4, atol=1e-5)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -117,17 +117,17 @@ def main() -> int:
     step = partial(train, model, torch.optim.SGD(model.parameters(), lr=0.1))
     local_compute = partial(train, twin, torch.optim.SGD(twin.parameters(), lr=0.0))
     # [/wrap]
-    gc.disable()  # from here on: a collection on one rank would stop them all
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
-    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
         for kind in (step, local_compute) if i % 2 == 0 else (local_compute, step):
             times[kind].append(time_block(kind, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]
     if dist.get_rank() == 0:
         print_rows({"step": times[step], "local compute": times[local_compute], "exposed": exposed})
-        print(f"{dist.get_world_size()} ranks, {backend}, output right: {right}")
+        print(f"{dist.get_world_size()} ranks, {backend}, output correct: {same}")
     dist.destroy_process_group()
-    return 0 if right else 1
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

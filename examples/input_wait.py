@@ -1,6 +1,7 @@
-"""Does training wait for its input? The step with the loader, against one with a resident batch.
+"""Does training wait for its input?
 
-What you will learn: to time the two in turns while the loader cannot run ahead, with an interval.
+What you will learn: how to time a step with the data loader alternately with a step on a resident
+batch, without letting the loader prefetch in between.
 
     $ torchrun --nproc-per-node 2 examples/input_wait.py
     2 ranks, gloo, 2 workers a rank
@@ -26,18 +27,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-ROUNDS, STEPS, WORKERS, BATCH, LATENCY_S = 10, 4, 2, 16, 0.004  # STEPS: some turns of all workers
+ROUNDS, STEPS, WORKERS, BATCH, LATENCY_S = 10, 4, 2, 16, 0.004  # STEPS: a multiple of WORKERS
 
 
 def load(indices: list[int]) -> Tensor:
-    """In a worker, in place of reading files: each takes 4 ms."""
+    """Runs in a worker. Simulates reading files of 4 ms each."""
     time.sleep(LATENCY_S * len(indices))
     return torch.rand(len(indices), 1024)
 
 
 # [feed]
 class Feed:
-    """Batches without end. While it is paused the workers rest, with nothing fetched ahead."""
+    """Endless batches. While it is paused, the workers are idle and prefetch nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -49,7 +50,7 @@ class Feed:
         self.loader = DataLoader(samples, batch_sampler=feed, collate_fn=load, **workers)
 
     def __iter__(self) -> Iterator[list[int]]:
-        while not self.paused:  # the indices of a batch; at their end workers get no more
+        while not self.paused:  # yields the indices of a batch; the workers stop when it ends
             yield torch.randint(10_000, [BATCH]).tolist()
 
     def next(self) -> Tensor:
@@ -61,19 +62,19 @@ class Feed:
 
     def pause(self) -> None:
         self.paused = True
-        list(self.running)  # the batches that were fetched ahead
+        list(self.running)  # drain the prefetched batches
 
 
 # [/feed]
 def time_burst(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step: the mean of STEPS, on the slowest rank. All ranks call it."""
+    """Milliseconds per step: the mean of STEPS, on the slowest rank. All ranks must call it."""
     dist.barrier()
-    for _ in range(WORKERS):  # untimed: each worker brings its first batch, or comes to rest
+    for _ in range(WORKERS):  # untimed: each worker delivers its first batch, or becomes idle
         step()
     start = time.perf_counter()
-    for _ in range(STEPS):  # batches come in bursts, so their median would hide the wait
+    for _ in range(STEPS):  # batches arrive in bursts, so a median over steps would hide the wait
         step()
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     seconds = (time.perf_counter() - start) / STEPS
     ms = torch.tensor(seconds * 1e3, device=device)
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)
@@ -81,11 +82,11 @@ def time_burst(step: Callable[[], object], device: torch.device) -> float:
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -101,7 +102,7 @@ def main() -> None:
     limit = timedelta(seconds=120)  # a hang ends with an error
     dist.init_process_group(backend, timeout=limit, device_id=device_id)
     feed = Feed(device)
-    batch = feed.next()  # the resident one
+    batch = feed.next()  # the resident batch
     model = DistributedDataParallel(nn.Linear(1024, 1024).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -111,12 +112,12 @@ def main() -> None:
         optimizer.step()
 
     def resident() -> None:
-        feed.pause()  # does nothing but in the first step of a block
+        feed.pause()  # only has an effect in the first step of a block
         step(batch)
 
-    gc.disable()  # a collection on one rank would stop them all
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], None], list[float]] = {step: [], resident: []}
-    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
         for kind in (step, resident) if i % 2 == 0 else (resident, step):
             times[kind].append(time_burst(kind, device))
     wait = [a - b for a, b in zip(times[step], times[resident], strict=True)]

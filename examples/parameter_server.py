@@ -1,15 +1,15 @@
 """How much slower is a DDP step whose gradients are averaged by servers over RPC?
 
-What you will learn: a communication hook of DistributedDataParallel that returns a future, and a
-server that answers all trainers when the last one's gradient of a bucket has come. The servers
-keep no parameters: those of batch_update_ps.py do.
+What you will learn: how to write a communication hook for DistributedDataParallel that returns a
+future, and a server that replies to all trainers when it has received a bucket from the last one.
+The servers hold no parameters; for such a server, see batch_update_ps.py.
 
     $ torchrun --nproc-per-node 3 examples/parameter_server.py
                     median ms   95 % interval
     servers             59.63   45.59 to 73.04
     all-reduce          27.81   23.09 to 34.10
     difference          28.58   19.60 to 39.04
-    3 ranks, gloo, servers: 1, gradients right: True
+    3 ranks, gloo, servers: 1, gradients correct: True
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -35,37 +35,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> None:
-    """Time two kinds of steps in turns and print their difference. All trainers call it."""
-    gc.disable()  # a collection on one rank would stop them all
+    """Time two kinds of steps alternately and print the difference. All trainers must call it."""
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(16):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(16):  # in alternating order, so that a drift of the machine cancels
         for name in kinds if i % 2 == 0 else reversed(kinds):
-            dist.barrier()  # no clock starts while another trainer is still busy
+            dist.barrier()  # all trainers start their clocks together
             stamps = []
-            for _ in range(4):  # the first one finds cold caches: its end starts the clock
+            for _ in range(4):  # the first one is an untimed warm-up
                 kinds[name]()
-                torch.get_device_module(device).synchronize()  # does nothing on the CPU
+                torch.get_device_module(device).synchronize()  # no-op on the CPU
                 stamps.append(time.perf_counter() * 1e3)
             slowest = torch.tensor(stamps, dtype=torch.float64, device=device).diff()
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the others wait for it
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the slowest trainer of each step
             times[name].append(statistics.median(slowest.tolist()))
     times["difference"] = [a - b for a, b in zip(*times.values(), strict=True)]
     if dist.get_rank() == 0:
         print(f"{'':15}{'median ms':>10}   95 % interval")
         for name in times:
-            x = sorted(times[name])  # in 98 of 100 runs the 4th to the 13th hold the median
+            x = sorted(times[name])  # the 4th to the 13th contain the median in 98 of 100 runs
             print(f"{name:15}{statistics.median(x):10.2f}   {x[3]:.2f} to {x[12]:.2f}")
 
 
 # [server]
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-TRAINERS = max(1, RANKS * 2 // 3)  # ranks 0, 1, ... The others are servers
+TRAINERS = max(1, RANKS * 2 // 3)  # the first ranks; the remaining ranks are servers
 SERVERS = RANKS - TRAINERS
-BUCKETS: dict[int, tuple[list[Tensor], Future[Tensor]]] = {}  # on a server: what has come so far
-LOCK = threading.Lock()  # several threads of RPC run `average`
+BUCKETS: dict[int, tuple[list[Tensor], Future[Tensor]]] = {}  # on a server: received so far
+LOCK = threading.Lock()  # RPC runs `average` in several threads
 
 
-@rpc.functions.async_execution  # no thread waits: the reply is sent when the future has a result
+@rpc.functions.async_execution  # RPC replies when the future has a result; no thread blocks
 def average(index: int, gradient: Tensor) -> Future[Tensor]:
     with LOCK:
         gradients, mean = BUCKETS.setdefault(index, ([], Future()))
@@ -80,7 +80,7 @@ def average(index: int, gradient: Tensor) -> Future[Tensor]:
 # [/server]
 # [hook]
 def server_hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The average of a bucket's gradient, which travels through the CPU's memory."""
+    """Average the gradient of a bucket on a server. It is copied through CPU memory."""
     gradient, index = bucket.buffer(), bucket.index()
     call = rpc.rpc_async(f"server{index % SERVERS}", average, args=(index, gradient.cpu()))
     return call.then(lambda call: call.wait().to(gradient.device))
@@ -92,7 +92,7 @@ def server_hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
 def main() -> int:
     if SERVERS == 0:
         raise SystemExit("expected 2 ranks or more: torchrun --nproc-per-node 3 ...")
-    warnings.filterwarnings("ignore", "You are using a Backend")  # init_rpc does, in 2.11 to 2.15
+    warnings.filterwarnings("ignore", "You are using a Backend")  # from init_rpc in torch 2.11-2.15
     rank = int(os.environ["RANK"])
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
@@ -102,7 +102,7 @@ def main() -> int:
     name = f"trainer{rank}" if rank < TRAINERS else f"server{rank - TRAINERS}"
     rpc.init_rpc(name, rank=rank, world_size=RANKS, rpc_backend_options=options)
     if rank >= TRAINERS:
-        rpc.shutdown()  # when all ranks call it: until then this one answers
+        rpc.shutdown()  # serves requests until all ranks have called it
         return 0
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
@@ -110,7 +110,7 @@ def main() -> int:
     dist.init_process_group(
         backend, timeout=limit, rank=rank, world_size=TRAINERS, device_id=device_id
     )
-    torch.manual_seed(rank)  # each trainer has data of its own; DDP sends rank 0's weights
+    torch.manual_seed(rank)  # different data on each trainer; DDP sends rank 0's weights
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device)
     x = torch.randn(64, 512, device=device)
     models = [DistributedDataParallel(m, bucket_cap_mb=1) for m in (model, copy.deepcopy(model))]
@@ -123,12 +123,12 @@ def main() -> int:
     servers, all_reduce = (partial(train, model) for model in models)
     compare({"servers": servers, "all-reduce": all_reduce}, device)
     pairs: Any = zip(*(model.parameters() for model in models), strict=True)
-    right = all(torch.allclose(a.grad, b.grad, atol=1e-7) for a, b in pairs)
+    same = all(torch.allclose(a.grad, b.grad, atol=1e-7) for a, b in pairs)
     if rank == 0:
-        print(f"{RANKS} ranks, {backend}, servers: {SERVERS}, gradients right: {right}")
+        print(f"{RANKS} ranks, {backend}, servers: {SERVERS}, gradients correct: {same}")
     dist.destroy_process_group()
     rpc.shutdown()
-    return 0 if right else 1
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How long does a pipeline wait, and is it as long as theory says?
+"""How large is the bubble of a pipeline, and does it match the theory?
 
-What you will learn: to run a 1F1B schedule, and to time each stage's own computing by the same
-schedule over a group that sends nothing (the backend `fake`): idle = 1 - computing / step. In
-theory p equal stages and m microbatches are idle for (p - 1) / (m + p - 1) of the step.
+What you will learn: how to run a 1F1B schedule, and how to time the computation of each stage by
+running the schedule over a group that sends nothing (backend `fake`). idle = 1 - computation /
+step. In theory, p equal stages with m microbatches are idle for (p - 1) / (m + p - 1) of the step.
 
     $ torchrun --nproc-per-node 2 examples/pp_bubble.py
     2 stages, gloo; medians
@@ -30,33 +30,33 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend `fak
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-ROUNDS, BATCH = 16, 32  # the batch of a microbatch
+ROUNDS, BATCH = 16, 32  # BATCH: samples per microbatch
 
 
 def time_stage(step: Callable[[], object], device: torch.device) -> torch.Tensor:
-    """Milliseconds of a step, on this rank. All ranks call it together."""
-    dist.barrier()  # no clock starts while another rank is still busy with something else
-    step()  # untimed: it finds the caches as the block before has left them
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    """Milliseconds per step, on this rank. All ranks must call it."""
+    dist.barrier()  # all ranks start their clocks together
+    step()  # untimed warm-up, because the previous block has filled the caches
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     start = time.perf_counter()
     step()
-    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
+    torch.get_device_module(device).synchronize()  # an accelerator may still have work queued
     return torch.tensor((time.perf_counter() - start) * 1e3, device=device)
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
 def join() -> tuple[torch.device, str]:
-    """Join the job. The device of this rank, and the backend."""
+    """Join the process group. Returns the device of this rank, and the backend."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, dist.get_node_local_rank())
@@ -69,7 +69,7 @@ def join() -> tuple[torch.device, str]:
 
 
 def print_row(count: int, ranks: int, step_ms: list[float], idle: list[float]) -> None:
-    """The row of this many microbatches."""
+    """Print the row for this number of microbatches."""
     median_ms = statistics.median(step_ms)
     percent, low, high = median_ci(idle)
     interval = f"{low:.1f} to {high:.1f}"
@@ -78,28 +78,28 @@ def print_row(count: int, ranks: int, step_ms: list[float], idle: list[float]) -
 
 
 def main() -> str | None:
-    torch.set_flush_denormal(True)  # what `fake` receives may hold denormals, slow on CPUs
+    torch.set_flush_denormal(True)  # `fake` leaves garbage; denormals would be slow on CPUs
     device, backend = join()
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     width = 512 if device.type == "cpu" else 8192
     counts = [ranks, 2 * ranks, 4 * ranks]
     silent: Any = dist.new_group(backend="fake")
-    torch.manual_seed(0)  # all ranks make all stages, to check the gradients; a job would not
+    torch.manual_seed(0)  # all ranks create all stages, only to check the gradients
     with device:
         stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(ranks)]
         x, y = torch.randn(2, counts[-1] * BATCH, width)
 
     # [wrap]
     def build(count: int, group: dist.ProcessGroup | None = None) -> Callable[[], object]:
-        """A step of this many microbatches. It adds to the gradients."""
-        # with examples of what a stage receives and sends, they need not ask each other for shapes
+        """A step with this number of microbatches. It accumulates gradients."""
+        # with example inputs and outputs, the stages need not exchange shapes
         sent = torch.empty(BATCH, width, device=device, requires_grad=True)
         received = x[:BATCH] if rank == 0 else sent
         stage = PipelineStage(stages[rank], rank, ranks, device, received, sent, group=group)
         schedule = Schedule1F1B(stage, count, nn.functional.mse_loss)
-        inputs = [x[: count * BATCH]] if rank == 0 else []  # of the first stage
-        target = y[: count * BATCH] if rank == ranks - 1 else None  # of the last one
+        inputs = [x[: count * BATCH]] if rank == 0 else []  # for the first stage
+        target = y[: count * BATCH] if rank == ranks - 1 else None  # for the last stage
         return partial(schedule.step, *inputs, target=target)
 
     # [/wrap]
@@ -109,13 +109,13 @@ def main() -> str | None:
     want = torch.autograd.grad(loss, parameters)
     steps = [build(count) for count in counts]
     silent_steps = [build(count, silent) for count in counts]
-    steps[-1]()  # the whole batch, before anything else leaves its gradients
+    steps[-1]()  # the whole batch, before any other step adds to the gradients
     got = [p.new_zeros(()) if p.grad is None else p.grad for p in parameters]
     same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in zip(got, want, strict=True))
-    gc.disable()  # a collection on one rank would stop them all
+    gc.disable()  # a collection on one rank would delay all ranks
     step_ms: list[list[float]] = [[] for _ in counts]
     idle: list[list[float]] = [[] for _ in counts]  # percent
-    for turn in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+    for turn in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
         for i in range(len(counts)):
             if turn % 2 == 0:
                 step = time_stage(steps[i], device)
@@ -125,7 +125,7 @@ def main() -> str | None:
                 step = time_stage(steps[i], device)
             dist.all_reduce(step, op=dist.ReduceOp.MAX)
             dist.all_reduce(computing)
-            busy = computing.item() / ranks / step.item()  # of all stages, on average
+            busy = computing.item() / ranks / step.item()  # average over the stages
             step_ms[i].append(step.item())
             idle[i].append(100 - 100 * busy)
     if rank == 0:
@@ -134,7 +134,7 @@ def main() -> str | None:
         for i, count in enumerate(counts):
             print_row(count, ranks, step_ms[i], idle[i])
     dist.destroy_process_group()
-    return None if same else f"rank {rank}: these are not the gradients of one process"
+    return None if same else f"rank {rank}: the gradients differ from those of a single process"
 
 
 if __name__ == "__main__":

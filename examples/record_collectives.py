@@ -1,8 +1,8 @@
-"""Which collectives does a training step call? Record them, to replay them without the job.
+"""Which collectives does a training step call? Record them, and replay them without the job.
 
-What you will learn: to read torch's flight recorder, the last 2,000 collectives of a process with
-group, sizes and time. With a folder each rank writes fr_RANK.json into it, which
-benchmarks/replay.py replays. `--ddp`: DDP instead of FSDP2 x tensor parallelism.
+What you will learn: how to read torch's flight recorder, which keeps the last 2,000 collectives of
+a process with group, sizes and time. If you pass a folder, each rank writes fr_RANK.json into it,
+for benchmarks/replay.py. `--ddp` uses DDP instead of FSDP2 and tensor parallelism.
 
     $ torchrun --nproc-per-node 4 examples/record_collectives.py
     4 ranks, gloo, dp x tp = (2, 2), 3 steps recorded
@@ -41,10 +41,10 @@ STEPS, RECORDED = 10, 3
 
 # [record]
 def record(folder: str, started_ns: int, steps: int) -> Any:
-    """All ranks call it after their last `steps` steps, which began at time.time_ns()."""
+    """Call it on all ranks after `steps` steps, the first of which began at `started_ns`."""
     c10d: Any = torch._C._distributed_c10d
-    texts = []  # each backend has a recorder of its own
-    with contextlib.suppress(TypeError):  # torch 2.14 and older have no such argument
+    texts = []  # each backend has its own recorder
+    with contextlib.suppress(TypeError):  # no such argument in torch 2.14 and older
         texts.append(c10d._dump_fr_trace_json(backend="nccl2"))
     if hasattr(c10d, "_dump_nccl_trace_json"):  # the older NCCL backend
         texts.append(c10d._dump_nccl_trace_json())
@@ -80,11 +80,11 @@ def build(mesh: dist.DeviceMesh, ddp: bool) -> nn.Module:
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -112,7 +112,7 @@ def main() -> None:
     for _ in range(2 + STEPS):
         model.zero_grad()
         model(x).square().mean().backward()
-        torch.get_device_module(device).synchronize()  # does nothing on the CPU
+        torch.get_device_module(device).synchronize()  # no-op on the CPU
         stamps.append(time.time_ns())
     times_ms = [(b - a) / 1e6 for a, b in itertools.pairwise(stamps[2:])]
     started_ns = stamps[-1 - RECORDED]

@@ -1,10 +1,11 @@
 """How much of a step is the communication of one mesh axis, e.g. of tensor parallelism?
 
-What you will learn: to build a model again on a mesh of which one axis has the backend `fake`, that
-sends nothing. exposed = step - step with this axis faked, which computes garbage in its usual time.
+What you will learn: how to build the model again on a mesh in which one axis uses the backend
+`fake`, which sends nothing. That twin computes garbage, but takes the usual time to do so.
+exposed = step - step of the twin.
 
     $ torchrun --nproc-per-node 2 examples/tp_exposed.py
-    2 ranks, gloo, ('dp', 'tp') = (1, 2), output right: True
+    2 ranks, gloo, ('dp', 'tp') = (1, 2), output correct: True
                     median ms   95 % interval
     step                25.66   23.63 to 28.87
     exposed dp           0.83   -3.25 to 3.41
@@ -35,35 +36,35 @@ ROUNDS, STEPS = 16, 2  # each round times a block of 2 steps on each mesh
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
+    """Milliseconds per step: the median of STEPS, on the slowest rank. All ranks must call it."""
     cpu = device.type == "cpu"
 
-    def stamp() -> Any:  # an accelerator has only queued the work: it stamps an event later
+    def stamp() -> Any:  # an accelerator runs asynchronously, so record an event
         if cpu:
             return time.perf_counter() * 1e3
         event = torch.get_device_module(device).Event(enable_timing=True)
         event.record()
         return event
 
-    dist.barrier()  # no clock starts while another rank is still busy with something else
-    step()  # untimed: it finds the caches as the block before has left them
+    dist.barrier()  # all ranks start their clocks together
+    step()  # untimed warm-up, because the previous block has filled the caches
     stamps = [stamp()]
     for _ in range(STEPS):
         step()
         stamps.append(stamp())
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     times = [b - a if cpu else a.elapsed_time(b) for a, b in pairwise(stamps)]
     slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the next waits for this rank
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the slowest rank of each step
     return statistics.median(slowest.tolist())
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end."""
+    """The median and its 95% interval, from the k-th smallest to the k-th largest sample."""
     x = sorted(samples)
     n = len(x)
-    assert n >= 6, "fewer samples have no interval of 95 %"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    assert n >= 6, "a 95% interval requires at least 6 samples"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -93,7 +94,7 @@ def train(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def main() -> int:
-    torch.set_flush_denormal(True)  # garbage may hold denormals, which are slow on CPUs
+    torch.set_flush_denormal(True)  # garbage may contain denormals, which are slow on CPUs
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, dist.get_node_local_rank())
@@ -107,28 +108,28 @@ def main() -> int:
     # [fake]
     names = ("dp", "tp")
     shape = (1, ranks) if ranks % 2 else (ranks // 2, 2)
-    torch.manual_seed(dist.get_rank() // shape[1])  # the ranks of a tp group share their batch
+    torch.manual_seed(dist.get_rank() // shape[1])  # ranks of a tp group use the same batch
     new_mesh = partial(dist.init_device_mesh, device.type, shape)
     with device:
         x = torch.randn(1024, width)
         plain = build_model(width)
         models = {"step": build_model(width, new_mesh(mesh_dim_names=names))}
         for axis in names:
-            # DTensor takes meshes with equal names for one mesh, and would use its real groups
+            # DTensor treats meshes with equal names as the same mesh, and would use its groups
             twin = {name: f"{name} without {axis}" for name in names}
             fake: Any = {twin[axis]: "fake"}
             mesh = new_mesh(mesh_dim_names=tuple(twin.values()), backend_override=fake)
             models[f"exposed {axis}"] = build_model(width, mesh)
     # [/fake]
-    right = torch.allclose(models["step"](x), plain(x), rtol=1e-4, atol=1e-5)
-    gc.disable()  # a collection on one rank would stop them all
+    same = torch.allclose(models["step"](x), plain(x), rtol=1e-4, atol=1e-5)
+    gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in models}
-    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
         for name in models if i % 2 == 0 else reversed(models):
             step = partial(train, models[name], x)
             times[name].append(time_block(step, device))
     if dist.get_rank() == 0:
-        print(f"{ranks} ranks, {backend}, {names} = {shape}, output right: {right}")
+        print(f"{ranks} ranks, {backend}, {names} = {shape}, output correct: {same}")
         print(f"{'':15}{'median ms':>10}   95 % interval")
         for name, ms in times.items():
             if name != "step":
@@ -136,7 +137,7 @@ def main() -> int:
             median, low, high = median_ci(ms)
             print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")
     dist.destroy_process_group()
-    return 0 if right else 1
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

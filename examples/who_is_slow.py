@@ -1,12 +1,12 @@
-"""Which rank is slow, when all of them report the same step time?
+"""Which rank is slow, if all ranks report the same step time?
 
-What you will learn: in a synchronised step the fast ranks wait for the slow one, so all look alike.
-Time what a rank does without the others, and compare it with theirs at the same moment. Here
-`--slow 1` gives rank 1 twice the batch, so that there is something to find.
+What you will learn: in a synchronized step, fast ranks wait for the slow rank, so all step times
+are equal. Time a step without communication instead, on all ranks at once, and compare the ranks.
+Here, `--slow 1` gives rank 1 twice the batch, so that there is a slow rank to find.
 
     $ torchrun --nproc-per-node 2 examples/who_is_slow.py --slow 1
     2 ranks, gloo; medians
-    rank   step ms   local ms   local / others'   95 % interval
+    rank   step ms   local ms   vs. other ranks   95 % interval
        0     19.96       7.06              0.60   0.48 to 0.71
        1     19.16      12.04              1.67   1.42 to 2.10   slow
 
@@ -28,19 +28,19 @@ import torch.distributed as dist
 from torch import nn
 
 ROUNDS, STEPS = 15, 3  # each round times a block of 3 steps of each kind
-MARGIN = 1.05  # who is less than 5 % slower than the others is not called slow
+MARGIN = 1.05  # a rank that is less than 5% slower than the other ranks is not reported
 
 
 # [measure]
 def time_each_rank(step: Callable[[], object], device: torch.device) -> list[float]:
-    """Milliseconds of a step on each rank. All ranks call it together."""
-    dist.barrier()  # all ranks compute at the same time, as they do in a job
-    step()  # untimed: it finds the caches as the block before has left them
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    """Milliseconds per step, for each rank. All ranks must call it."""
+    dist.barrier()  # all ranks compute at the same time, as in a training job
+    step()  # untimed warm-up, because the previous block has filled the caches
+    torch.get_device_module(device).synchronize()  # no-op on the CPU
     start = time.perf_counter()
     for _ in range(STEPS):
         step()
-    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
+    torch.get_device_module(device).synchronize()  # an accelerator may still have work queued
     mine = torch.tensor([(time.perf_counter() - start) * 1e3 / STEPS], device=device)
     each = mine.new_empty(dist.get_world_size())
     dist.all_gather(list(each.split(1)), mine)
@@ -48,12 +48,12 @@ def time_each_rank(step: Callable[[], object], device: torch.device) -> list[flo
 
 
 def median_interval(samples: Sequence[float], miss: float) -> tuple[float, float, float]:
-    """The median and an interval that misses the true one with a chance of at most `miss`."""
+    """The median, and an interval that misses the true median with probability <= `miss`."""
     x = sorted(samples)
     n = len(x)
-    rare = miss / 2 * 2**n  # of the 2**n ways in which n coins can fall
-    assert rare >= 1, f"{n} samples have no interval that misses so seldom"
-    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    rare = miss / 2 * 2**n  # out of 2**n outcomes of n coin flips
+    assert rare >= 1, f"{n} samples are too few for this interval"
+    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
     while sum(math.comb(n, i) for i in range(k + 1)) <= rare:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -86,29 +86,29 @@ def main() -> int:
         model(x).square().mean().backward()
 
     def local_compute() -> None:
-        with model.no_sync():  # no communication, so nobody waits for anybody
+        with model.no_sync():  # no communication, so no rank waits for another
             step()
 
     # [/wrap]
     for _ in range(4):
-        step()  # DDP arranges its buckets anew in the second one
-    gc.disable()  # a collection on one rank would stop them all
-    steps_ms, locals_ms = [], []  # of each round, a time for each rank
+        step()  # DDP rebuilds its buckets in the second step
+    gc.disable()  # a collection on one rank would delay all ranks
+    steps_ms, locals_ms = [], []  # for each round, the times of all ranks
     for _ in range(ROUNDS):
         steps_ms.append(time_each_rank(step, device))
         locals_ms.append(time_each_rank(local_compute, device))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}; medians")
-        print("rank   step ms   local ms   local / others'   95 % interval")
+        print("rank   step ms   local ms   vs. other ranks   95 % interval")
         for rank in range(ranks):
             step_ms = statistics.median([times[rank] for times in steps_ms])
             local_ms = statistics.median([times[rank] for times in locals_ms])
             ratios = []
             for times in locals_ms:
                 others = times[:rank] + times[rank + 1 :]
-                # the upper median of the others: then one fast rank makes no other one slow
+                # the upper median, so that a single fast rank does not make the others look slow
                 ratios.append(times[rank] / statistics.median_high(others))
-            # each rank is a chance to accuse somebody wrongly: they share the 5 %
+            # the 5% risk of reporting a healthy rank is divided among the ranks (Bonferroni)
             ratio, low, high = median_interval(ratios, miss=0.05 / ranks)
             verdict = "   slow" if low > MARGIN else ""
             row = f"{rank:4}{step_ms:10.2f}{local_ms:11.2f}{ratio:18.2f}"

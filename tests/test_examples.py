@@ -138,7 +138,7 @@ def test_a_wrong_result_ends_with_status_1(
     flags = ["aot_eager"] if name == "compiled_ddp" else []
     run = bench(edited(name, tmp_path, old, new), *flags, ranks=ranks, json=False)
     assert run.status == 1
-    assert "right: False" in run.out
+    assert "correct: False" in run.out
 
 
 @pytest.mark.smoke
