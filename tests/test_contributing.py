@@ -15,7 +15,7 @@ from common.stats import Times
 from tests.process import ROOT
 
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-ROW = "| [x.py](docs/x.md) | does an all-reduce hide behind a matmul? |"
+ROW = "| [x.py](docs/x.md) | Does an all-reduce overlap with a matmul? |"
 COMMAND = "    torchrun --nproc-per-node 2 benchmarks/x.py --sizes 64K,4M"
 
 
@@ -49,9 +49,9 @@ def test_the_example_runs_and_breaks_no_other_test(
     run = bench(script, "--sizes", "2,64K", "--iters", "6", ranks=2)
     assert run.status == 1, run.err
     too_small, measured = run.report.cases
-    assert too_small.check.startswith("failed: ValueError: 2 bytes hold no float32")
+    assert too_small.check.startswith("failed: ValueError: 2 bytes are too few for a float32")
     assert measured.check == "passed"
-    assert "64K bytes expose most: " in run.out
+    assert "largest exposed time: " in run.out
 
     sources = {path: path.read_text() for path in checkout.glob("tests/pure/*.py")}
     files = [
