@@ -1,23 +1,26 @@
 #!/usr/bin/env python3
 """Which link, rank or node is slow? Latency and bandwidth between every pair of ranks.
 
-All pairs meet once, in the rounds of a tournament. The pairs of a round meet at the same time, or
-one after the other (--serial).
+Every pair meets once, in the rounds of a round-robin tournament. The pairs of a round exchange
+messages at the same time, or one pair after the other with --serial.
 
-    latency         = time of a ping-pong of --latency-size bytes / 2; the fastest sample counts,
+    latency         = time of a ping-pong of --latency-size bytes / 2. The fastest sample counts,
                       since disturbances only add time
-    a -> b          = size * n / (time of n sends and b's word that all have come)
+    a -> b          = size * n / (time of n messages from a to b and a reply)
     bidirectional   = 2 * size * n / time of n exchanges
-    n               = messages of a sample, back to back: as many as take 50 ms. The slowest block
-                      counts: what the link holds, after any burst that a switch lets pass
-    +-%             = the 95 % interval of the median sample: how steady the link is
-    slow            = costs 10 % and --sigmas median absolute deviations more than its peers; while
-                      other processes use over a tenth of the cores, or if it is not known what they
-                      use (ab.py --interleave, --resume), more than 5 times as much
-    a group holds   = the bandwidth of its worst link; the largest group that holds the median
-                      link's, less 10 %: exact up to 12 nodes (of one node: ranks), then greedy
-    --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
-    The calls that are measured are in benchmarks/workloads/links.py.
+    n               = number of consecutive messages per sample: as many as take 50 ms. The slowest
+                      block counts: what the link sustains, not the burst that a switch allows
+    +-%             = half-width of the 95 % interval of the median sample: how steady the link is
+    slow            = costs more than its peers by 10 % and by --sigmas median absolute deviations;
+                      by a factor of 5 if other processes use more than a tenth of the cores, or if
+                      their CPU use is unknown (ab.py --interleave, --resume)
+    a group sustains the bandwidth of its slowest link. The last line reports the largest group that
+                      sustains the bandwidth of the median link, less 10 %. The search is exact for
+                      up to 12 nodes (12 ranks on a single node), and greedy beyond
+    --by node       = rank i of one node exchanges with rank i of the other, for all i at the same
+                      time; their bandwidths are added
+
+The calls that are timed are in benchmarks/workloads/links.py.
 
     torchrun --nproc-per-node 4 benchmarks/p2p_matrix.py
     torchrun --nproc-per-node 8 benchmarks/p2p_matrix.py --plot links.png --json p2p.jsonl
@@ -29,7 +32,6 @@ Written for this project. BSD-3-Clause.
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -67,11 +69,12 @@ from common.environment import count_of, node_names, node_of_each, rank_names
 from common.report import Case
 from common.table import percent
 
-LARGEST_MATRIX = 32  # members; of more only the worst links are printed
-WORST = 20
-FEW_LINKS = 3  # with fewer it is impossible to tell which one is slow
-EXACT = 12  # nodes or ranks of which all groups are examined
-UNSURE = 0.5  # an interval that reaches farther from the median sample, as a share of it
+LARGEST_MATRIX = 32  # members; with more, only the worst links are printed
+WORST = 20  # number of links that are printed then
+FEW_LINKS = 3  # with fewer links it is impossible to tell which one is slow
+EXACT = 12  # up to this number of nodes or ranks, all groups are examined
+UNSURE = 0.5  # half-width of an interval, as a fraction of the median, beyond which it is too wide
+NOT_JUDGED = "no verdict on slow links, ranks or nodes"
 PLOTS = (".png", ".svg", ".pdf")
 PLOT = "a file that ends in .png, .svg or .pdf"
 
@@ -80,28 +83,118 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     size = cli.positive_size
-    add("--size", type=size, metavar="SIZE", help="of messages (default: 4M, on CUDA 256M)")
-    add("--latency-size", type=size, default=8, metavar="SIZE", help="of a ping-pong (default: 8)")
-    calls = "messages per sample, and ping-pongs (default: as many messages as take 50 ms)"
-    add("-n", "--calls", type=cli.positive_int, metavar="N", help=calls)
-    add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
-    add("--serial", action="store_true", help="one pair at a time")
-    limit = "threshold (default: 5)"
-    add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help=limit)
-    drawn = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
-    add("--plot", type=drawn, metavar="PATH", help=f"draw a heat map: {PLOT}; needs matplotlib")
+    text = "message size for bandwidth (default: 4M; 256M on CUDA)"
+    add("--size", type=size, metavar="SIZE", help=text)
+    text = "message size for latency (default: 8)"
+    add("--latency-size", type=size, default=8, metavar="SIZE", help=text)
+    text = "messages per sample, and ping-pongs (default: as many messages as take 50 ms)"
+    add("-n", "--calls", type=cli.positive_int, metavar="N", help=text)
+    text = "measure links between ranks or between nodes (default: rank)"
+    add("--by", choices=("rank", "node"), default="rank", help=text)
+    add("--serial", action="store_true", help="measure one pair at a time")
+    text = "deviations above the median that count as slow (default: 5)"
+    add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help=text)
+    plot = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
+    add("--plot", type=plot, metavar="PATH", help=f"draw heat maps: {PLOT}; requires matplotlib")
     cli.add_common_flags(parser, min_iters=6, max_seconds=2)
     args = parser.parse_args(argv)
-    # gloo sends no CUDA tensors
+    # gloo does not send CUDA tensors
     args.moved_to_cpu = args.backend == "gloo" and cli.on_cuda(args.device)
     if args.moved_to_cpu:
         args.device = "cpu"
     return args
 
 
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
+    cuda = device.type == "cuda"
+    size = args.size or (2**28 if cuda else SUSTAINED_SIZE)
+    ping_pongs = args.calls or (10 if cuda else 1)
+    return Messages(size, args.latency_size, args.calls, ping_pongs)
+
+
+def members_of(by: str, nodes: list[int]) -> list[list[int]]:
+    """The ranks of each member, i.e. of each rank or node, depending on --by. nodes: the node of
+    each rank. Raises ValueError if there is only one member."""
+    members = partition(by, nodes)
+    if len(members) < 2:
+        raise ValueError(f"at least two {by}s are required, got 1; e.g. --nproc-per-node 2")
+    return members
+
+
+def plan(
+    args: argparse.Namespace, messages: Messages, members: int
+) -> list[tuple[str, list[Pair], Key]]:
+    """The name, the pairs of members and the key of each round."""
+    rounds = rounds_of(members)
+    if args.serial:
+        rounds = [[pair] for pairs in rounds for pair in pairs]
+    fixed = {
+        "size": messages.size,
+        "latency_size": messages.latency_size,
+        "calls": messages.calls,
+        "by": args.by,
+        "serial": args.serial,
+        # the ranks do not identify the pairs: 3 nodes of 4 have as many rounds as 4 nodes of 3
+        "rounds": len(rounds),
+        "members": members,
+    }
+    return [(f"round {n}", pairs, {"round": n} | fixed) for n, pairs in enumerate(rounds, 1)]
+
+
+def settings(args: argparse.Namespace, messages: Messages) -> str:
+    """The settings that all rounds share, in words."""
+    how = "one pair at a time" if args.serial else "all pairs of a round at the same time"
+    size, latency_size = cli.show_size(messages.size), cli.show_size(messages.latency_size)
+    n = f"{messages.calls} per sample" if messages.calls else "for 50 ms per sample"
+    return f"{how}; messages of {size} bytes (latency: {latency_size}), {n}"
+
+
+# -- slow links, and the group without them --------------------------------------------------------
+
+
+def slow_components(
+    links: list[Link], node_of_member: list[int], by: str, sigmas: float, is_doubtful: bool
+) -> Findings:
+    """The slow links, ranks and nodes. is_doubtful: report only those that no load explains."""
+    if len(links) < FEW_LINKS:
+        return {}
+    found = slow_links(links, node_of_member, by, sigmas)
+    if is_doubtful:
+        found = {finding: slowness for finding, slowness in found.items() if slowness.is_far}
+    return found
+
+
+def doubt_of(others: Others | None, is_load_known: bool) -> str:
+    """Why a small difference is no evidence; "" if it is evidence.
+
+    others: the CPU use of other processes, if it was high. is_load_known: False for links of an
+    earlier run, and while ab.py alternates between commands.
+    """
+    if not is_load_known:
+        return LOAD_UNKNOWN
+    return f"other processes used {others.busy:.1f} of {others.cores} cores" if others else ""
+
+
+def highlighted(findings: Findings, node_of_member: list[int]) -> list[dict[str, Any]]:
+    """The findings as analysis/report.py outlines them in its heat maps: the two members of a slow
+    link, or the members whose links are all slow."""
+    rows: list[dict[str, Any]] = []
+    for component, what in findings:
+        for members in component.suspects:
+            if component.level == "link":
+                rows.append({"what": what, "link": list(members)})
+                continue
+            owner = node_of_member if component.level == "node" else range(len(node_of_member))
+            rows.append({"what": what, "members": [m for m, x in enumerate(owner) if x in members]})
+    return rows
+
+
 def rates_between(links: list[Link], owner: list[int]) -> dict[Pair, float]:
-    """The worst bandwidth between each two owners (nodes or ranks), in either direction. owner: of
-    each member."""
+    """The lowest bandwidth between two owners (nodes or ranks), in either direction. owner: the
+    owner of each member."""
     rates: dict[Pair, float] = {}
     for link in links:
         a, b = sorted((owner[link.a], owner[link.b]))
@@ -111,40 +204,42 @@ def rates_between(links: list[Link], owner: list[int]) -> dict[Pair, float]:
     return rates
 
 
-def held(group: Sequence[int], rates: dict[Pair, float]) -> float:
-    """The bandwidth of the worst link of a group; 0 if one was not measured."""
+def group_bandwidth(group: Sequence[int], rates: dict[Pair, float]) -> float:
+    """The bandwidth of the slowest link of a group; 0 if a link was not measured."""
     return min(rates.get(pair, 0.0) for pair in itertools.combinations(group, 2))
 
 
-def good_group(count: int, rates: dict[Pair, float], least: float) -> list[int]:
-    """The largest group of 0 to count - 1 that holds `least`; of several the one that holds most.
+def largest_group(count: int, rates: dict[Pair, float], least: float) -> list[int]:
+    """The largest group of the owners 0 to count - 1 that sustains the bandwidth `least`. Of
+    several such groups, the fastest one.
 
-    Of more than EXACT it may be too small: while a link is under `least`, one end of the worst link
-    goes, the one that has more such links.
+    Beyond EXACT owners the search is greedy, so the group may be too small: as long as a link is
+    below `least`, it removes the end of the slowest link that has more such links.
     """
     group = list(range(count))
     if count <= EXACT:
         for size in range(count, 2, -1):
             groups = itertools.combinations(group, size)
-            best = max(groups, key=lambda members: held(members, rates))
-            if held(best, rates) >= least:
+            best = max(groups, key=lambda members: group_bandwidth(members, rates))
+            if group_bandwidth(best, rates) >= least:
                 return list(best)
         fastest: Pair = max(rates, key=lambda pair: rates[pair])
         return list(fastest)
-    while len(group) > 2 and held(group, rates) < least:
+    while len(group) > 2 and group_bandwidth(group, rates) < least:
         pairs = list(itertools.combinations(group, 2))
-        under = [pair for pair in pairs if rates.get(pair, 0.0) < least]
-        worst = min(under, key=lambda pair: rates.get(pair, 0.0))
-        group.remove(max(worst, key=lambda member: sum(member in pair for pair in under)))
+        below = [pair for pair in pairs if rates.get(pair, 0.0) < least]
+        worst = min(below, key=lambda pair: rates.get(pair, 0.0))
+        group.remove(max(worst, key=lambda member: sum(member in pair for pair in below)))
     return group
 
 
 def leave_out(
     links: list[Link], node_of_member: list[int], names: Names, findings: Findings
 ) -> str | None:
-    """`without node3: 7 nodes hold 380 GB/s, all 8 hold 94 GB/s`; None for two nodes or ranks.
+    """`without node3: 7 nodes sustain 380 GB/s, all 8 nodes sustain 94 GB/s`; None for a single
+    pair of nodes or ranks.
 
-    A node or rank is left out only if it is in the findings, by itself or as an end of a slow link.
+    Only nodes or ranks in the findings are left out, whether by themselves or as an end of a link.
     """
     level, owner = "node", node_of_member
     if max(node_of_member) == 0:
@@ -152,23 +247,29 @@ def leave_out(
     count, rates = max(owner) + 1, rates_between(links, owner)
     if count < 3 or not rates:
         return None
-    named = set()
-    for who, _ in findings:
-        for members in who.suspects:
-            named |= set(members) if who.level == level else {owner[member] for member in members}
-    group = good_group(count, rates, median(rates.values()) / (1 + MARGIN))
+    suspects = set()
+    for component, _ in findings:
+        for members in component.suspects:
+            is_owner = component.level == level
+            suspects |= set(members) if is_owner else {owner[member] for member in members}
+    group = largest_group(count, rates, median(rates.values()) / (1 + MARGIN))
     left = [number for number in range(count) if number not in group]
-    of_all = f"all {count} {level}s hold {held(range(count), rates):.4g} GB/s"
-    if not left or not named.issuperset(left):
+    of_all = f"all {count} {level}s sustain {group_bandwidth(range(count), rates):.4g} GB/s"
+    if not left or not suspects.issuperset(left):
         return of_all
     without = cli.cut([names[level][number] for number in left])
-    return f"without {without}: {len(group)} {level}s hold {held(group, rates):.4g} GB/s, {of_all}"
+    of_group = f"{len(group)} {level}s sustain {group_bandwidth(group, rates):.4g} GB/s"
+    return f"without {without}: {of_group}, {of_all}"
+
+
+# -- tables and heat maps --------------------------------------------------------------------------
 
 
 def tables(links: list[Link], names: Sequence[str], by: str, room: int | None) -> str:
-    """The matrices; if there are more members than fit into `room` characters, the worst links.
+    """The matrices. If they do not fit into `room` characters, the worst links instead.
 
-    names: of the members. A column has the name of a node, or the number of a rank.
+    names: the name of each member. The heading of a column is the name of a node, or the number of
+    a rank.
     """
     lines = []
     n = len(names)
@@ -190,14 +291,14 @@ def tables(links: list[Link], names: Sequence[str], by: str, room: int | None) -
         worst = ranked[:WORST]
         lines.append(f"worst {len(worst)} of {len(values)} links:")
         for a, b in worst:
-            lines.append(f"  {names[a]} -> {names[b]}  {shown(values[a, b])}")
+            lines.append(f"  {names[a]} -> {names[b]}  {formatted(values[a, b])}")
     if fits and by == "rank" and (places := ranks_of_nodes(names)):
         lines.append(f"\n{places}")
     return "\n".join(lines)
 
 
 def ranks_of_nodes(names: Sequence[str]) -> str:
-    """`ranks 0 to 7 on node1, 8 to 15 on node2`; empty for one node. names: `rank 0 on node1`."""
+    """`ranks 0 to 7 on node1, 8 to 15 on node2`; "" for a single node. names: `rank 0 on node1`."""
     of_node: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         of_node.setdefault(name.partition(" on ")[2], []).append(rank)
@@ -213,10 +314,8 @@ def ranks_of_nodes(names: Sequence[str]) -> str:
 
 
 def matrix_of(values: dict[Pair, float], n: int) -> np.ndarray:
-    """A row for each sender, a column for each receiver; nan if nothing was measured.
-
-    Without a direction both halves agree.
-    """
+    """A row for each sender, a column for each receiver; nan if a link was not measured. Without a
+    direction the matrix is symmetric."""
     matrix = np.full((n, n), np.nan)
     for (a, b), value in values.items():
         matrix[a, b] = value
@@ -225,99 +324,32 @@ def matrix_of(values: dict[Pair, float], n: int) -> np.ndarray:
     return matrix
 
 
-def shown(value: float) -> str:
-    """A number of a link; infinite is an interval of more than 100 %."""
+def matrix_lines(matrix: np.ndarray, heads: Sequence[str], width: int) -> list[str]:
+    """A line for each sender. heads: of the rows and columns. width: of a column, in characters."""
+    first = max(4, *map(len, heads))
+    lines = [" " * (first + 1) + "".join(f"{head:>{width}}" for head in heads)]
+    for head, row in zip(heads, matrix, strict=True):
+        lines.append(f"{head:>{first}} " + "".join(f"{formatted(value):>{width}}" for value in row))
+    return lines
+
+
+def formatted(value: float) -> str:
+    """A value of a link, with four significant digits. Infinity is an interval over 100 %."""
     if np.isnan(value):
         return "-"
     return f"{value:.4g}" if np.isfinite(value) else ">100"
 
 
-def matrix_lines(matrix: np.ndarray, heads: Sequence[str], width: int) -> list[str]:
-    """A line for each sender. heads: of rows and columns, in columns of `width` characters."""
-    first = max(4, *map(len, heads))
-    lines = [" " * (first + 1) + "".join(f"{head:>{width}}" for head in heads)]
-    for head, row in zip(heads, matrix, strict=True):
-        lines.append(f"{head:>{first}} " + "".join(f"{shown(value):>{width}}" for value in row))
-    return lines
-
-
-def named(
-    links: list[Link], node_of_member: list[int], by: str, sigmas: float, is_doubtful: bool
-) -> Findings:
-    """What is slow, as far as it can be told: see `answer`. is_doubtful: only what is far off."""
-    if len(links) < FEW_LINKS:
-        return {}
-    found = slow_links(links, node_of_member, by, sigmas)
-    if is_doubtful:
-        found = {finding: slowness for finding, slowness in found.items() if slowness.is_far}
-    return found
-
-
-def doubt_of(others: Others | None, is_load_known: bool) -> str:
-    """Why a small difference is no evidence; "" if it is. others: what other processes used, if it
-    was much. is_load_known: False for links of an earlier run, and where commands take turns."""
-    if not is_load_known:
-        return LOAD_UNKNOWN
-    return f"other processes used {others.busy:.1f} of {others.cores} cores" if others else ""
-
-
-def outlined(findings: Findings, node_of_member: list[int]) -> list[dict[str, Any]]:
-    """What report.py outlines: at what it is slow, and the two members of a link, or the members of
-    which all links are slow."""
-    rows: list[dict[str, Any]] = []
-    for who, what in findings:
-        for members in who.suspects:
-            if who.level == "link":
-                rows.append({"what": what, "link": list(members)})
-                continue
-            owner = node_of_member if who.level == "node" else range(len(node_of_member))
-            rows.append({"what": what, "members": [m for m, x in enumerate(owner) if x in members]})
-    return rows
-
-
-def answer(
-    links: list[Link],
-    node_of_member: list[int],
-    by: str,
-    sigmas: float,
-    names: Names,
-    doubt: str = "",
-) -> list[str]:
-    """What is slow, and the range of the links.
-
-    node_of_member: the node of each rank or node. names: of nodes, ranks and the members of links.
-    doubt: what other processes used, if it was much, or that this is not known: then only what is
-    far off is named.
-    """
-    found = named(links, node_of_member, by, sigmas, bool(doubt))
-    lines = sentences(found, names)
-    spreads = [link.spread for link in links if link.spread is not None]
-    unsure = len(spreads) < len(links) or max(spreads) > UNSURE
-    if unsure:
-        lines = [f"maybe {line}" for line in lines]
-    if len(links) < FEW_LINKS:
-        few = count_of(len(links), "link")
-        lines = [f"with {few} it is impossible to tell which link, rank or node is slow"]
-    elif not lines and (doubt or unsure):
-        why = doubt or "the links are too unsteady; raise --max-seconds"
-        lines = [f"cannot be told if a link, rank or node is slow: {why}"]
-    lines = lines or ["no link, rank or node is slow beyond noise"]
-    latencies = [link.latency_us for link in links]
-    rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a) if rate is not None]
-    latency = f"latency {min(latencies):.4g} to {max(latencies):.4g} us"
-    bandwidth = f"bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
-    steady = "no interval"
-    if len(spreads) == len(links):
-        steady = f"{percent(median(spreads))}, {percent(max(spreads))} at most"
-    if unsure:
-        steady += "; raise --max-seconds"
-    lines.append(f"{latency}, {bandwidth} (the median sample of a link: {steady})")
-    group = leave_out(links, node_of_member, names, found)
-    return [*lines, group] if group else lines
+def check_plot(path: str) -> None:
+    """Raises ValueError before the measurement if matplotlib is missing, or if the heat maps would
+    replace a file of another program."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("requires matplotlib, which is not installed; try pip install matplotlib")
+    cli.refuse_foreign(path)
 
 
 def draw(links: list[Link], members: int, path: str) -> None:
-    """A heat map of each matrix; yellow is good. Only this needs matplotlib."""
+    """Draw a heat map of each matrix; yellow is good. Only this function requires matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.2), layout="constrained")
@@ -328,64 +360,50 @@ def draw(links: list[Link], members: int, path: str) -> None:
         ax.set(title=f"{kind} ({quantity.unit})", xlabel="receives", ylabel="sends")
         ax.set(xticks=ticks, yticks=ticks)
         figure.colorbar(image, ax=ax, shrink=0.7)
-    writer = "Software" if path.endswith(".png") else "Creator"  # the name of the entry, by format
+    writer = "Software" if path.endswith(".png") else "Creator"  # metadata key of the file format
     figure.savefig(path, dpi=150, metadata={writer: cli.GENERATOR})
 
 
-def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
-    cuda = device.type == "cuda"
-    size = args.size or (2**28 if cuda else SUSTAINED_SIZE)
-    ping_pongs = args.calls or (10 if cuda else 1)
-    return Messages(size, args.latency_size, args.calls, ping_pongs)
+# -- the answer ------------------------------------------------------------------------------------
 
 
-def plan(
-    args: argparse.Namespace, messages: Messages, members: int
-) -> list[tuple[str, list[Pair], Key]]:
-    """Each round: its name, the pairs of members that meet in it, and its key."""
-    rounds = rounds_of(members)
-    if args.serial:
-        rounds = [[pair] for pairs in rounds for pair in pairs]
-    fixed = {
-        "size": messages.size,
-        "latency_size": messages.latency_size,
-        "calls": messages.calls,
-        "by": args.by,
-        "serial": args.serial,
-        # the ranks do not say who meets: 3 nodes of 4 have as many rounds as 4 nodes of 3
-        "rounds": len(rounds),
-        "members": members,
-    }
-    return [(f"round {n}", pairs, {"round": n} | fixed) for n, pairs in enumerate(rounds, 1)]
+def answer(
+    links: list[Link],
+    node_of_member: list[int],
+    by: str,
+    sigmas: float,
+    names: Names,
+    doubt: str = "",
+) -> list[str]:
+    """The slow components, the ranges over all links, and the group without slow members.
 
-
-def settings(args: argparse.Namespace, messages: Messages) -> str:
-    """What all rounds share, in words."""
-    how = "one pair at a time" if args.serial else "the pairs of a round at once"
-    size, latency_size = cli.show_size(messages.size), cli.show_size(messages.latency_size)
-    n = f"{messages.calls} per sample" if messages.calls else "for 50 ms per sample"
-    return f"{how}; messages of {size} bytes (latency: {latency_size}), {n}"
-
-
-def members_of(by: str, nodes: list[int]) -> list[list[int]]:
-    """The ranks of each rank or node, as --by says. Raises ValueError. nodes: of each rank."""
-    members = partition(by, nodes)
-    if len(members) < 2:
-        raise ValueError(f"a link needs two {by}s, and there is 1; e.g. --nproc-per-node 2")
-    return members
-
-
-def check_plot(path: str) -> None:
-    """Raises ValueError if no heat map could be written, or if it would replace a file that is not
-    one, before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("it needs matplotlib, which is not installed; try pip install matplotlib")
-    if Path(path).is_dir():
-        raise ValueError(f"expected {PLOT}, and this is a folder")
-    folder = Path(path).parent
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"expected a folder that can be written, got {folder}")
-    cli.refuse_foreign(path)
+    node_of_member: the node of each member. names: of nodes, of ranks and of the ends of links.
+    doubt: see `doubt_of`. With a doubt only a slowdown that no load explains is reported.
+    """
+    found = slow_components(links, node_of_member, by, sigmas, bool(doubt))
+    lines = sentences(found, names)
+    spreads = [link.spread for link in links if link.spread is not None]
+    unsure = len(spreads) < len(links) or max(spreads) > UNSURE
+    if unsure:
+        lines = [f"possibly {line}" for line in lines]
+    if len(links) < FEW_LINKS:
+        few = count_of(len(links), "link")
+        lines = [f"with {few} it is impossible to tell which link, rank or node is slow"]
+    elif not lines and (doubt or unsure):
+        lines = [f"{NOT_JUDGED}: {doubt or 'the links are too unsteady; raise --max-seconds'}"]
+    lines = lines or ["no link, rank or node is significantly slower than its peers"]
+    latencies = [link.latency_us for link in links]
+    rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a) if rate is not None]
+    latency = f"latency {min(latencies):.4g} to {max(latencies):.4g} us"
+    bandwidth = f"bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
+    steady = "no interval"
+    if len(spreads) == len(links):
+        steady = f"median {percent(median(spreads))}, maximum {percent(max(spreads))}"
+    if unsure:
+        steady += "; raise --max-seconds"
+    lines.append(f"{latency}, {bandwidth} (uncertainty of a link: {steady})")
+    group = leave_out(links, node_of_member, names, found)
+    return [*lines, group] if group else lines
 
 
 def main() -> int:
@@ -393,7 +411,7 @@ def main() -> int:
     with Benchmark("p2p_matrix", args) as bench:
         job, nodes = bench.job, node_of_each(bench.report.environment)
         if args.moved_to_cpu:
-            bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
+            bench.print("# gloo does not send CUDA tensors: measuring links between CPUs")
         if args.plot:  # rank 0 writes it
             check = partial(check_plot, args.plot) if job.rank == 0 else lambda: None
             bench.prepare(f"--plot {args.plot}", check)
@@ -405,7 +423,7 @@ def main() -> int:
         bench.announce({title: planned})
         bench.print("\n" + folded(title, bench.room))
         links: list[Link] = []  # on rank 0
-        parts: dict[int | None, Case] = {}  # of the report: a case that was measured then
+        parts: dict[int | None, Case] = {}  # of the report -> a case that was measured in that part
         for name, pairs, key in rounds:
             ranks, build, derive = round_of(pairs, members, messages, job)
             case = bench.measure(key, name, build, derive, ranks=ranks)
@@ -422,16 +440,17 @@ def main() -> int:
             names = {"node": of_nodes, "rank": of_ranks, "link": of_members}
             bench.print(tables(links, of_members, args.by, bench.room))
             node_of_member = [nodes[ranks[0]] for ranks in members]
-            if len(parts) > 1:  # the median over links would mix two states of the machine
+            if len(parts) > 1:  # a median over all links would mix two states of the machine
                 times = cli.cut([bench.mark(case) or "now" for case in parts.values()])
-                bench.conclude([f"no link is judged: the rounds were measured {times}"])
+                why = f"the rounds were measured at different times, {times}"
+                bench.conclude([f"{NOT_JUDGED}: {why}"])
             else:
                 [measured] = parts.values()
                 doubt = doubt_of(others, bench.records_load and not bench.mark(measured))
                 lines = answer(links, node_of_member, args.by, args.sigmas, names, doubt)
                 bench.conclude(lines, measured)
-                found = named(links, node_of_member, args.by, args.sigmas, bool(doubt))
-                bench.last_line["slow"] = outlined(found, node_of_member)
+                found = slow_components(links, node_of_member, args.by, args.sigmas, bool(doubt))
+                bench.last_line["slow"] = highlighted(found, node_of_member)
             if args.plot:
                 try:
                     draw(links, len(members), args.plot)

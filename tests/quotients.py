@@ -265,7 +265,7 @@ CHECKS: dict[str, dict[str, Check]] = {
         "both / longer": lambda row: (
             row["both gmean (us)"] / largest(row["alone gmean (us)"], row["other alone gmean (us)"])
         ),
-        "in turn / longer": lambda row: (
+        "serial / longer": lambda row: (
             (row["alone gmean (us)"] + row["other alone gmean (us)"])
             / largest(row["alone gmean (us)"], row["other alone gmean (us)"])
         ),
@@ -445,7 +445,8 @@ def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range
     """Problems of the quotients in a sentence. `N times` is in a table, or is the quotient of two
     steps that the sentence names."""
     for factor, cost, middle in re.findall(
-        rf"({NUMBER})x the (?:median|other)'s time \(({NUMBER} \S+) against ({NUMBER} [^\s)]+)\)",
+        rf"({NUMBER})x the (?:median time|time of the other) "
+        rf"\(({NUMBER} \S+) against ({NUMBER} [^\s)]+)\)",
         line,
     ):
         unit = cost.split()[1]
@@ -455,7 +456,7 @@ def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range
             parts = printed(middle.split()[0]) / printed(cost.split()[0])
         if not printed(factor).meets(parts):
             yield f"{factor} is not {cost} / {middle}"
-    if "x the median's time," in line or "x the other's time;" in line:
+    if "x the median time," in line or "x the time of the other;" in line:
         yield "the parts of a quotient are missing"
     for busy, b, step, s, idle in re.findall(
         rf"busy for {TIME} .* of a step's {TIME}: idle ({NUMBER}) %", line

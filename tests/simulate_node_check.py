@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import node_check
 from benchmarks.node_check import Judgement
 from benchmarks.workloads.links import Link, drift_of, rounds_of, slow_links, widest
-from benchmarks.workloads.outliers import SIGMAS, Who
+from benchmarks.workloads.outliers import SIGMAS, Component
 from common.cpu_load import BUSY, Others
 from common.report import Case
 from common.stats import median
@@ -112,7 +112,7 @@ def measured_ranks(rng: Rng, world: World, slow: float) -> Judgement:
             drifts.append(drift_of(blocks, judged))
         cases.append(Case(key={"rank": rank}, ranks=[rank], metrics=metrics))
         if node_check.drifted(widest(drifts), world.margin):
-            unsteady.append(Who("rank", ((rank,),)))
+            unsteady.append(Component("rank", ((rank,),)))
     return Judgement(node_check.judge(cases, cluster), unsteady)
 
 
@@ -129,7 +129,7 @@ def measured_links(rng: Rng, world: World, slow: float) -> Judgement:
         link = Link(a, b, 10.0, None, None, 1 / max(blocks), median(samples).relative)
         links.append(link._replace(drift=drift_of(blocks, max)))
         if node_check.drifted(links[-1].drift, world.margin):
-            unsteady.append(Who("link", ((a, b),)))
+            unsteady.append(Component("link", ((a, b),)))
     found = slow_links(links, list(range(RANKS)), "rank", SIGMAS, world.margin)
     return Judgement(found, unsteady)
 
@@ -143,7 +143,8 @@ def verdict(rng: Rng, world: World, slow: float) -> str:
     others = Others(world.neighbours * CORES, CORES) if world.neighbours > BUSY else None
     members = [f"member {number}" for number in range(RANKS)]
     names = {"rank": members, "node": members, "link": members}
-    doubts = node_check.doubts_of([who.name(names) for who in found.unsteady], others, [])
+    unsteady = [component.name(names) for component in found.unsteady]
+    doubts = node_check.doubts_of(unsteady, others, [])
     return node_check.conclude(found.slow, doubts, bool(others), [], "slow", names, "")[1][-1]
 
 
@@ -153,7 +154,7 @@ def rates(world: World, slow: float, runs: int) -> dict[str, float]:
     lines = [verdict(rng, world, slow) for _ in range(runs)]
     return {
         "not fit": sum(line.startswith("not fit") for line in lines) / runs,
-        "cannot be told": sum(line.startswith("cannot be told") for line in lines) / runs,
+        "no verdict": sum(line.startswith("no verdict") for line in lines) / runs,
         "named alone": lines.count(f"not fit: member {SLOW}") / runs,
     }
 
@@ -164,7 +165,8 @@ def slower(name: str) -> float:
 
 
 def main() -> None:
-    print("| 8 ranks, or links of 8 nodes | slow | not fit | cannot be told | named alone |")
+    columns = "planted slowdown | not fit | no verdict | only the slow one named"
+    print(f"| 8 ranks, or links of 8 nodes | {columns} |")
     print("|---|---|---|---|---|")
     for name, world in WORLDS.items():
         for slow in (1.0, slower(name)):

@@ -27,7 +27,7 @@ def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
     *_, start, last = run.out.splitlines()
     assert re.fullmatch(r"# fit: 2 nodes, 4 ranks, \d+ s of 200", last)
     assert re.match("# start-up: .* to make the group .*; rendezvous .*, others waited up", start)
-    assert "left out" not in run.out
+    assert "not measured within" not in run.out
     assert {(case.check, case.key["nodes"]) for case in run.report.cases} == {("passed", 2)}
     first = [case for case in run.report.cases if case.key["attempt"] == 1]
     ranks = [case for case in first if "rank" in case.key]
@@ -61,7 +61,7 @@ def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None
     flags = ("--budget", "60", "--exclude-file", str(bad), *SURE)
     run = bench(SCRIPT, *flags, ranks=4, inject="half-speed,neighbours")
     cores = len(os.sched_getaffinity(0))
-    verdict = f"cannot be told: other processes used {0.8 * cores:.1f} of {cores} cores"
+    verdict = f"no verdict: other processes used {0.8 * cores:.1f} of {cores} cores"
     assert run.status == 1  # torchrun's own; its summary has the ranks' status
     assert "exitcode  : 4 " in run.err
     assert run.out.splitlines()[-1].startswith(f"# {verdict}")
@@ -89,7 +89,7 @@ def test_wrong_numbers_and_limits_are_named(bench: Callable[..., Any]) -> None:
     assert "exitcode  : 1 " in run.err
     wrong = [line for line in run.out.splitlines() if line.startswith("# wrong ")]
     assert {line.partition(" on ")[0] for line in wrong} == {"# wrong rank 1"}
-    assert wrong[0].endswith(" are those of 1 of 3 of its kind")
+    assert wrong[0].endswith(" were computed by 1 of 3 ranks of its kind")
     assert wrong[-1].endswith(": a wrong sum of all_reduce_inside")
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     assert "# each rank alone again, for rank 0, rank 1, rank 2\n" in run.out

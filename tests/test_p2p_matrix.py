@@ -29,8 +29,8 @@ def test_every_pair_and_a_heat_map(bench: Callable[..., Any], tmp_path: Path) ->
     run = bench(SCRIPT, *SHORT, "--resume", ranks=3)
     assert run.status == 0, run.err
     first, *_ = [line for line in run.out.splitlines() if line.startswith("# measured ")]
-    unknown = "cannot be told if a link, rank or node is slow: CPU use by other processes was not r"
-    assert re.match(rf"# measured 20.* UTC on .*: ({unknown}|slow |maybe slow )", first), first
+    unknown = "no verdict on slow links, ranks or nodes: CPU use by other processes was not record"
+    assert re.match(rf"# measured 20.* UTC on .*: ({unknown}|slow |possibly slow )", first), first
 
 
 @pytest.mark.smoke
@@ -51,7 +51,7 @@ def test_wrong_data_and_a_slow_rank_are_named(bench: Callable[..., Any]) -> None
     assert run.status == 1
     assert len(pairs(run)) == 5 * 4 / 2
     for case in run.report.cases:
-        wrong = "failed: wrong data came to rank 1"
+        wrong = "failed: rank 1 received wrong data"
         assert case.check == (wrong if 1 in case.ranks else "passed")
     assert "one pair at a time" in run.out
     assert "slow rank 2 on " in run.out

@@ -1,4 +1,4 @@
-"""Links between ranks: what a pair measures, which pairs meet when, and which links are slow."""
+"""Measure links between pairs of ranks: which pairs meet in a round, and which links are slow."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,48 +12,52 @@ import torch.distributed as dist
 
 from benchmarks.workloads import patterns
 from benchmarks.workloads.cuda_graphs import cuda_graph
-from benchmarks.workloads.outliers import MARGIN, Costs, Findings, accuse
+from benchmarks.workloads.outliers import MARGIN, Costs, Findings, find_slow
 from common.benchmark import Build, Derive, Key
 from common.groups import Group, Job
 from common.report import Case
 from common.stats import Times, in_rounds, median
 from common.timing import Step, Workload
 
-# A sample of messages back to back takes at least so long: a token bucket, such as tbf's or a
-# cloud's, lets a burst of some MB pass at full speed, and a shorter sample would show nothing else.
+# Minimum duration of a sample of consecutive messages. A token bucket, such as that of tbf or of a
+# cloud provider, lets a burst of some MB pass at full speed; a shorter sample would measure only
+# the burst.
 SUSTAINED_S = 0.05
-SUSTAINED_SIZE = 2**22  # bytes of a message, at least
-MOST_MESSAGES = 512  # in a sample
+SUSTAINED_SIZE = 2**22  # minimum size of a message in bytes
+MAX_MESSAGES = 512  # per sample
 
-Pair = tuple[int, int]  # of members: ranks or nodes
-Meetings = dict[Pair, list[Pair]]  # of two members -> which of their ranks meet
+Pair = tuple[int, int]  # two members, i.e. ranks or nodes
+Meetings = dict[Pair, list[Pair]]  # a pair of members -> the pairs of their ranks
 
 
 class Link(NamedTuple):
-    """What two members have measured. A report has the first six as a list, in this order, and the
-    other two in lists of their own, for all links of a round."""
+    """The measured properties of the link between members a and b.
+
+    In a report, each link is a list of the first six fields. The last two are lists of their own,
+    with an entry for each link of the round.
+    """
 
     a: int
     b: int
     latency_us: float
-    a_to_b: float | None  # GB/s, as the next two; None if only both directions were measured
-    b_to_a: float | None
-    both: float  # directions at the same time, added
-    # How far the 95 % interval of the median sample reaches from it, as a share, where this is
-    # widest among the four times. None for too few samples.
+    a_to_b: float | None  # GB/s; None if each direction was not measured separately
+    b_to_a: float | None  # GB/s
+    both: float  # GB/s, sum of both directions at the same time
+    # Half-width of the 95 % interval of the median sample, as a fraction of the median. The largest
+    # of the four times counts. None if there are too few samples.
     spread: float | None = None
-    # How much longer the bandwidths' times of one half of the rounds are than those of the other,
-    # as a share, where this is most; None for fewer than two rounds.
+    # Difference between the two halves of the rounds, as a fraction of the shorter time. The
+    # largest of the bandwidths' times counts. None with fewer than two rounds.
     drift: float | None = None
 
 
 class Quantity(NamedTuple):
-    """What a link has of one kind. For a direction: a name of Link's fields."""
+    """A property of a link. a_to_b, b_to_a: the field of Link for each direction."""
 
     unit: str
     less_is_better: bool
     a_to_b: str
-    b_to_a: str  # the same field if there is no direction
+    b_to_a: str  # equal to a_to_b if the property has no direction
 
 
 KINDS = {
@@ -64,11 +68,13 @@ KINDS = {
 
 
 class Messages(NamedTuple):
-    """What a pair sends.
+    """The messages of a pair.
 
-    size: bytes of a message. latency_size: bytes of one whose latency counts. calls: messages of a
-    sample, back to back; None for as many as take SUSTAINED_S. ping_pongs: of a sample. each_way:
-    whether each direction is measured alone, too.
+    size: bytes per message.
+    latency_size: bytes per message of a ping-pong.
+    calls: consecutive messages per sample; None for as many as take SUSTAINED_S.
+    ping_pongs: per sample.
+    each_way: whether each direction is also measured separately.
     """
 
     size: int
@@ -79,11 +85,14 @@ class Messages(NamedTuple):
 
 
 def rounds_of(n: int) -> list[list[Pair]]:
-    """A tournament of n by the circle method: all meet once in n - 1 + n % 2 rounds."""
+    """Schedule a round-robin tournament by the circle method.
+
+    Each pair of n members meets once, within n - 1 rounds, or n rounds if n is odd.
+    """
     rounds = []
-    last = n - 1 + n % 2  # the last seat; if n is odd, the member that meets seat n rests
+    last = n - 1 + n % 2  # the last seat; if n is odd, it is empty, and the member opposite rests
     for number in range(last):
-        # the member in the first seat stays there, and the others move on
+        # the member in the first seat stays, and all others rotate
         seats = [0]
         for place in range(last):
             seats.append((place - number) % last + 1)
@@ -99,14 +108,14 @@ def rounds_of(n: int) -> list[list[Pair]]:
 def round_of(
     pairs: list[Pair], members: list[list[int]], messages: Messages, job: Job
 ) -> tuple[list[int], Build, Derive]:
-    """A case in which the pairs of members meet: its ranks, and what measures it."""
+    """The ranks of the case in which these pairs of members meet, and how to measure it."""
     meetings = {(a, b): list(zip(members[a], members[b], strict=True)) for a, b in pairs}
     ranks = sorted(rank for a, b in pairs for rank in members[a] + members[b])
     return ranks, partial(build, meetings, messages, job), partial(derive, meetings, messages)
 
 
 def links_of(case: Case) -> list[Link]:
-    """The links that a round has measured."""
+    """The links that a case has measured."""
     links = [Link(*row) for row in case.metrics.get("links", [])]
     if not links:
         return []
@@ -115,7 +124,7 @@ def links_of(case: Case) -> list[Link]:
 
 
 def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Group) -> Workload:
-    """This rank's part in a round."""
+    """Exchange messages with the peer of this rank in a round."""
     a, b = next(pair for pairs in meetings.values() for pair in pairs if job.rank in pair)
     first, peer = job.rank == a, a + b - job.rank
     big, received = torch.empty(2, messages.size, dtype=torch.uint8, device=job.device)
@@ -127,8 +136,9 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
     ping, pong = with_peer(dist.isend, small), with_peer(dist.irecv, word)
     cuda = job.device.type == "cuda"
 
-    def in_turn(batches: list[list[dist.P2POp]]) -> Step:
-        """One after the other; on CUDA one graph, or launching would take longer than the link."""
+    def sequence(batches: list[list[dist.P2POp]]) -> Step:
+        """A step that runs the batches in order. On CUDA it is one graph: launching each batch
+        would take longer than transferring it."""
 
         def step() -> None:
             for batch in batches:
@@ -138,7 +148,7 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
         return cuda_graph(step, job.device) if cuda else step
 
     def exchange(n: int) -> float:
-        """Exchange n messages. Returns the seconds."""
+        """Exchange n messages and return the elapsed seconds."""
         start = perf_counter()
         for _ in range(n):
             for work in dist.batch_isend_irecv([send, receive]):
@@ -147,29 +157,29 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
             torch.cuda.synchronize(job.device)
         return perf_counter() - start
 
-    def decide(n: int) -> int:
-        """The number of the pair's first rank, on both."""
-        told = torch.tensor([n])
+    def agree(n: int) -> int:
+        """Return the n of the pair's first rank on both ranks."""
+        agreed = torch.tensor([n])
         if first:
-            dist.send(told, group=group.control, group_dst=number)
+            dist.send(agreed, group=group.control, group_dst=number)
         else:
-            dist.recv(told, group=group.control, group_src=number)
-        return int(told)
+            dist.recv(agreed, group=group.control, group_src=number)
+        return int(agreed)
 
-    n = messages.calls or calls_that_last(exchange, decide)
-    send_all = [[send]] * n + [[pong]]  # the peer's word says that all have come
+    n = messages.calls or calls_that_last(exchange, agree)
+    send_all = [[send]] * n + [[pong]]  # the reply confirms that all messages have arrived
     receive_all = [[receive]] * n + [[ping]]
     ping_pong = [[ping], [pong]] if first else [[pong], [ping]]
-    # made in this order, since a graph is run once when it is made: the peer must answer
-    both = in_turn([[send, receive]] * n)
+    # same order on both ranks: a graph runs once when it is created, and needs the peer for that
+    both = sequence([[send, receive]] * n)
     parts: dict[str, Step | None] = {}
     if messages.each_way:
-        parts["there"] = in_turn(send_all if first else receive_all)
-        parts["back"] = in_turn(receive_all if first else send_all)
-    parts["latency"] = in_turn(ping_pong * messages.ping_pongs)
+        parts["there"] = sequence(send_all if first else receive_all)
+        parts["back"] = sequence(receive_all if first else send_all)
+    parts["latency"] = sequence(ping_pong * messages.ping_pongs)
 
     def facts() -> tuple[int, int]:
-        """How many bytes of the last message are wrong; how many messages a sample had."""
+        """Number of wrong bytes in the last message, and number of messages per sample."""
         patterns.blank(received)
         dist.barrier(group.control)
         both()
@@ -178,19 +188,19 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
     return Workload(both, parts, facts=facts)
 
 
-def calls_that_last(exchange: Callable[[int], float], decide: Callable[[int], int]) -> int:
-    """The number of messages that take at least SUSTAINED_S, up to MOST_MESSAGES.
+def calls_that_last(exchange: Callable[[int], float], agree: Callable[[int], int]) -> int:
+    """Number of messages that take at least SUSTAINED_S, up to MAX_MESSAGES.
 
-    exchange: exchanges messages and returns the seconds. decide: makes the number of the pair's
-    first rank that of both.
+    exchange: exchanges n messages and returns the elapsed seconds.
+    agree: returns the n of the pair's first rank on both ranks.
     """
-    exchange(1)  # connects, and uses up what a token bucket has saved
+    exchange(1)  # connects, and uses up the burst that a token bucket allows
     n = 1
     while True:
         seconds = max(exchange(n), 1e-9)
-        wanted = min(MOST_MESSAGES, max(n, ceil(1.2 * n * SUSTAINED_S / seconds)))
-        is_enough = seconds >= SUSTAINED_S or n == MOST_MESSAGES
-        n, before = decide(n if is_enough else max(wanted, n + 1)), n
+        wanted = min(MAX_MESSAGES, max(n, ceil(1.2 * n * SUSTAINED_S / seconds)))
+        is_enough = seconds >= SUSTAINED_S or n == MAX_MESSAGES
+        n, before = agree(n if is_enough else max(wanted, n + 1)), n
         if n == before:
             return n
 
@@ -198,7 +208,7 @@ def calls_that_last(exchange: Callable[[int], float], decide: Callable[[int], in
 def derive(
     meetings: Meetings, messages: Messages, case: Case, times: Times, facts: list[tuple[int, int]]
 ) -> None:
-    """The links of a round, and whether all data came as it was sent."""
+    """Store the links of a round, and check the data that was received."""
     rows: list[list[Any]] = []
     spreads: list[float | None] = []
     drifts: list[float | None] = []
@@ -213,7 +223,7 @@ def derive(
     case.metrics |= {"links": rows, "links_spread": spreads, "links_drift": drifts}
     wrong = [rank for rank, (count, _) in zip(case.ranks, facts, strict=True) if count]
     if wrong:
-        case.check = f"failed: wrong data came to rank {wrong[0]}"
+        case.check = f"failed: rank {wrong[0]} received wrong data"
         case.metrics["failed_rank"] = wrong[0]
 
 
@@ -226,13 +236,15 @@ def link_of(
     case: Case,
     times: Times,
 ) -> Link:
-    """The link of two members. ranks: their pairs, several if the members are nodes. calls: the
-    messages that each pair had in a sample.
+    """Compute the properties of the link between members a and b.
 
-    The slower rank of a pair counts in each sample. Of the latency the fastest sample counts, of
-    the bandwidths the slowest block's mean: what a link holds, not what it reaches for a moment.
-    Pairs of two nodes meet at the same time: the largest latency counts, and their bandwidths add
-    up.
+    ranks: the pairs of ranks that met; several if the members are nodes. calls: the number of
+    messages per sample of each pair.
+
+    Each sample's time is that of the slower rank of the pair. The latency is that of the fastest
+    sample. A bandwidth is computed from the slowest block, so that it is sustained and not a peak.
+    The pairs of two nodes run concurrently: their bandwidths are added, and the largest latency
+    counts.
     """
     latency_us = 0.0
     rates = {name: 0.0 for name in ("there", "back", "step") if name in times}
@@ -262,27 +274,29 @@ def link_of(
 
 
 def widest(values: Sequence[float | None]) -> float | None:
-    """The largest; None if one is None, which may be larger."""
+    """The largest value; None if any value is unknown, since it may be larger."""
     known = [value for value in values if value is not None]
     return max(known) if known and len(known) == len(values) else None
 
 
-def drift_of(blocks_s: Sequence[float], judged: Callable[[Sequence[float]], float]) -> float | None:
-    """How much longer one half of the rounds takes than the other, as a share.
+def drift_of(
+    blocks_s: Sequence[float], summarize: Callable[[Sequence[float]], float]
+) -> float | None:
+    """Difference between the two halves of the rounds, as a fraction of the shorter time.
 
-    blocks_s: a time of each round. judged: what the verdict makes of several of them. None for
-    fewer than two rounds.
+    blocks_s: a time per round. summarize: reduces the times of several rounds to the one that is
+    judged. None with fewer than two rounds.
     """
     half = len(blocks_s) // 2
     if not half:
         return None
-    short, long = sorted((judged(blocks_s[:half]), judged(blocks_s[-half:])))
+    short, long = sorted((summarize(blocks_s[:half]), summarize(blocks_s[-half:])))
     return long / short - 1 if short > 0 else None
 
 
 def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:
-    """(sender, receiver) -> value; only (a, b) if there is no direction. Links that have not
-    measured it are left out."""
+    """(sender, receiver) -> value. Properties without a direction have an entry for (a, b) only.
+    Links for which the property was not measured are left out."""
     quantity = KINDS[kind]
     values = {(link.a, link.b): getattr(link, quantity.a_to_b) for link in links}
     if quantity.a_to_b != quantity.b_to_a:
@@ -298,11 +312,12 @@ def slow_links(
     margin: float = MARGIN,
     of_two: bool = False,
 ) -> Findings:
-    """Nodes, ranks and links that are slower than their peers. node_of: the node of each member.
-    of_two: as in `accuse`.
+    """Find the nodes, ranks and links that are slower than their peers.
 
-    The scatter of the links is at least what the samples of a link scatter: half of `spread`, the
-    interval of which reaches two standard deviations.
+    node_of: the node of each member. of_two: see `find_slow`.
+
+    The deviation is at least that of the samples of a typical link: half of `spread`, since a 95 %
+    interval extends to two standard deviations.
     """
     findings: Findings = {}
     levels = {"node": node_of}
@@ -319,10 +334,10 @@ def slow_links(
         show = partial(show_cost, quantity)
         for where, costs in (("within", within), ("between", between)):
             what = f"{name} {where} nodes"
-            findings |= accuse(costs, levels, "link", what, sigmas, margin, of_two, noise, show)
+            findings |= find_slow(costs, levels, "link", what, sigmas, margin, of_two, noise, show)
     return findings
 
 
 def show_cost(quantity: Quantity, cost: float) -> str:
-    """`60 us`, or the rate of which the cost is the inverse: `94 GB/s`."""
+    """Format a latency, `60 us`, or the bandwidth of which the cost is the inverse, `94 GB/s`."""
     return f"{cost if quantity.less_is_better else 1 / cost:.4g} {quantity.unit}"

@@ -1,4 +1,4 @@
-"""Nodes, ranks and links that are slower than their peers, in this order."""
+"""Find the nodes, ranks and links that are slower than their peers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median, median_low
@@ -6,25 +6,28 @@ from typing import Any, NamedTuple
 
 from common.report import show_seconds
 
-Members = tuple[int, ...]  # of a level: one rank, or the two of a link
-Costs = dict[Members, float]  # seconds of a rank, or of a link of two
+Members = tuple[int, ...]  # numbers within a level: one rank, or both ends of a link
+Costs = dict[Members, float]  # seconds of a rank or of a link; for a bandwidth, its inverse
 Names = Mapping[str, Sequence[str]]  # level -> the name of each of its members
 
 SIGMAS = 5.0
-MARGIN = 0.10  # slower by less is not reported, however quiet the machine
-FAR = 5.0  # times as slow as its peers: no load of other processes explains it
-MAD_TO_SIGMA = 1.4826  # times a median absolute deviation: a standard one, if noise is normal
+MARGIN = 0.10  # a smaller slowdown is not reported, however quiet the machine is
+FAR = 5.0  # a slowdown by more than this factor cannot be explained by the load of other processes
+MAD_TO_SIGMA = 1.4826  # median absolute deviation -> standard deviation of normal noise
 
 
-class Who(NamedTuple):
-    """A node, a rail, a rank or a link that is slow. Two suspects if one of two is slow, and it is
-    impossible to tell which one."""
+class Component(NamedTuple):
+    """A node, rail, rank or link.
+
+    suspects: its members. There are two entries if one of two components is slow and it is
+    impossible to tell which one.
+    """
 
     level: str
     suspects: tuple[Members, ...]
 
     def name(self, names: Names | None = None) -> str:
-        """`link 2 -> 5`; with the names of its level `node3`, `rank 2 on node1` or
+        """`link 2 -> 5`. With the names of its level: `node3`, `rank 2 on node1`, or
         `link rank 2 on node1 -> rank 5 on node3`."""
         known = (names or {}).get(self.level)
         shown = []
@@ -36,35 +39,41 @@ class Who(NamedTuple):
 
 
 class Slowness(NamedTuple):
-    """factor: times the median of its peers, or of the only other one; None if it misses a limit
-    that the user has set. how: the same in words."""
+    """How slow a component is.
+
+    factor: its cost divided by the median of its peers, or by the cost of its only peer. None if
+    it misses an absolute limit that the user has set.
+    """
 
     factor: float | None
-    how: str
+    description: str
 
     @property
     def is_far(self) -> bool:
-        """Whether it is too large for any load of the machine to explain."""
+        """Whether the load of other processes cannot explain it."""
         return self.factor is not None and self.factor > FAR
 
 
-Findings = dict[tuple[Who, str], Slowness]  # what is slow, and at what
+Findings = dict[tuple[Component, str], Slowness]  # a slow component and the quantity -> how slow
 
 
 def outliers(
     costs: dict[Any, float], sigmas: float, margin: float = MARGIN, noise: float = 0.0
 ) -> dict[Any, tuple[float, float]]:
-    """What costs more than the median by `sigmas` deviations and by `margin`. The most costly comes
-    first, with its factor and its deviations.
+    """Find the costs that exceed the median by `sigmas` deviations and by `margin`.
 
-    The deviation is the median absolute one, scaled. The few that are slow move neither it nor the
-    median (Hampel 1974). Of a few costs it may be far too small by chance, so it is at least
-    `noise` of the median: the standard deviation of one cost, as a share.
+    The deviation is the scaled median absolute deviation: a few outliers move neither it nor the
+    median (Hampel 1974). With few costs it may be far too small by chance, so it is at least
+    `noise` times the median.
+
+    noise: the standard deviation of a single cost, as a fraction of it.
+
+    Returns the factor and the number of deviations of each, in descending order of cost.
     """
     if len(costs) < 3:
         return {}
     middle = median(costs.values())
-    if middle <= 0:  # no time of most: nothing is a multiple of it
+    if middle <= 0:  # most costs are below the resolution of the clock: there is no factor
         return {}
     deviation = MAD_TO_SIGMA * median(abs(cost - middle) for cost in costs.values())
     deviation = max(deviation, middle * max(noise, 1e-3))
@@ -76,57 +85,62 @@ def outliers(
     return slow
 
 
-def accuse(
+def find_slow(
     costs: Costs,
     levels: dict[str, list[int]],
     item: str,
-    what: str,
+    quantity: str,
     sigmas: float = SIGMAS,
     margin: float = MARGIN,
     of_two: bool = False,
     noise: float = 0.0,
     show: Callable[[float], str] = show_seconds,
 ) -> Findings:
-    """The nodes, ranks and links that cost more than their peers, each at `what`.
+    """Find the components that cost more than their peers.
 
-    Level by level, then the items: what a slow node explains is not repeated for its ranks, and
-    what a slow rank explains is not repeated for its links. levels: the owner of each member.
-    of_two: if there are only two, compare them, too. noise: as in `outliers`. show: a cost as text.
+    Levels are examined in order, and the items last: the ranks of a slow node are not reported in
+    addition to the node, nor the links of a slow rank in addition to the rank.
+
+    levels: the owner of each member, e.g. the node of each rank. item: the level of `costs`.
+    quantity: what the costs measure, in words. of_two: whether to compare two components, too.
+    noise: see `outliers`. show: formats a cost.
     """
     findings: Findings = {}
     for level, owner in [*levels.items(), (item, [])]:
         level_costs = medians(costs, owner) if owner else costs
         if of_two and len(level_costs) == 2:
-            pair = slower_of_two(level_costs, level, what, margin, show)
+            pair = slower_of_two(level_costs, level, quantity, margin, show)
             if pair:
                 return findings | pair
         slow = outliers(level_costs, sigmas, margin, noise)
         for members, (factor, deviations) in slow.items():
             cost = level_costs[members]
             parts = f"{show(cost)} against {show(cost / factor)}"
-            how = f"{factor:.2f}x the median's time ({parts}), {deviations:.0f} sigmas"
-            findings[Who(level, (members,)), what] = Slowness(factor, how)
+            text = f"{factor:.2f}x the median time ({parts}), {deviations:.0f} sigmas"
+            findings[Component(level, (members,)), quantity] = Slowness(factor, text)
         if owner:
             costs = unexplained(costs, owner, slow)
     return findings
 
 
 def slower_of_two(
-    costs: Costs, level: str, what: str, margin: float, show: Callable[[float], str]
+    costs: Costs, level: str, quantity: str, margin: float, show: Callable[[float], str]
 ) -> Findings:
-    """Both are suspects if one is slower by the margin: no median says which one is at fault."""
+    """Report both components as suspects if their costs differ by more than the margin: without a
+    third one, either may be the abnormal one."""
     fast, slow = sorted(costs, key=lambda members: costs[members])
     if costs[fast] <= 0 or costs[slow] <= costs[fast] * (1 + margin):
         return {}
-    who = Who(level, (slow, fast))  # in this order: a second run may say otherwise
+    # slower one first: a repeated measurement must find the same order
+    component = Component(level, (slow, fast))
     factor = costs[slow] / costs[fast]
-    how = f"{factor:.2f}x the other's time ({show(costs[slow])} against {show(costs[fast])})"
-    how += "; with two it is impossible to tell which one is at fault"
-    return {(who, what): Slowness(factor, how)}
+    text = f"{factor:.2f}x the time of the other ({show(costs[slow])} against {show(costs[fast])})"
+    text += "; with two it is impossible to tell which one is at fault"
+    return {(component, quantity): Slowness(factor, text)}
 
 
 def unexplained(costs: Costs, owner: list[int], slow: Collection[Members]) -> Costs:
-    """The costs of which no member has a slow owner."""
+    """Leave out the costs of members whose owner is slow."""
     left = Costs()
     for members, cost in costs.items():
         owners = {(owner[member],) for member in members}
@@ -136,10 +150,11 @@ def unexplained(costs: Costs, owner: list[int], slow: Collection[Members]) -> Co
 
 
 def medians(costs: Costs, owner: list[int]) -> Costs:
-    """The median cost of each owner; a cost counts for the owners of all its members."""
-    # Of an even number the lower median: one slow rank of two makes no slow node, nor does one slow
-    # link of two. But if links have directions, a node that only sends slowly is slow in half of
-    # its costs, and each of its peers in fewer: the mean of the middle two tells them apart.
+    """The median cost of each owner. The cost of a link counts for the owners of both ends."""
+    # The lower median of an even number: one slow rank of two does not make a node slow, nor does
+    # one slow link of two. With directed links, however, a node that only sends slowly is slow in
+    # half of its costs, and each of its peers in fewer than half: there, the mean of the two middle
+    # costs separates them.
     is_directed = any(members[::-1] in costs for members in costs if len(members) > 1)
     middle = median if is_directed else median_low
     costs_of: dict[int, list[float]] = {}
@@ -150,6 +165,8 @@ def medians(costs: Costs, owner: list[int]) -> Costs:
 
 
 def sentences(findings: Findings, names: Names | None = None) -> list[str]:
+    """`slow rank 1 on vm: copy 2.03x the median time (3.32 ms against 1.63 ms), 16 sigmas`"""
     return [
-        f"slow {who.name(names)}: {what} {found.how}" for (who, what), found in findings.items()
+        f"slow {component.name(names)}: {quantity} {found.description}"
+        for (component, quantity), found in findings.items()
     ]

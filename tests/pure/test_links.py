@@ -41,7 +41,7 @@ def test_links_of_a_round() -> None:
     assert link.drift == pytest.approx(0.25)
     assert case.check == "passed"
     links.derive({(0, 1): [(0, 5)]}, messages, case, times, [(0, 2), (3, 2)])
-    assert case.check == "failed: wrong data came to rank 5"
+    assert case.check == "failed: rank 5 received wrong data"
     del rows["there"], rows["back"]
     links.derive({(0, 1): [(0, 5)]}, messages, case, Times(rows, [3, 3]), [(0, 2), (0, 2)])
     [link] = links.links_of(case)
@@ -50,18 +50,18 @@ def test_links_of_a_round() -> None:
 
 @pytest.mark.parametrize(
     ("message_s", "n"),
-    [(0.3, 1), (0.06, 1), (0.002, 30), (1e-9, links.MOST_MESSAGES)],  # 1.2 * 50 / 2
+    [(0.3, 1), (0.06, 1), (0.002, 30), (1e-9, links.MAX_MESSAGES)],  # 1.2 * 50 / 2
 )
 def test_messages_per_sample(message_s: float, n: int) -> None:
     """As many messages as take 50 ms. The other rank of the pair uses the same number."""
-    told: list[int] = []
+    agreed: list[int] = []
 
-    def decide(number: int) -> int:
-        told.append(number)
+    def agree(number: int) -> int:
+        agreed.append(number)
         return number
 
-    assert links.calls_that_last(lambda calls: calls * message_s, decide) == n
-    answers = iter(told)
+    assert links.calls_that_last(lambda calls: calls * message_s, agree) == n
+    answers = iter(agreed)
     assert links.calls_that_last(lambda calls: 1.0, lambda number: next(answers)) == n
 
 
@@ -91,8 +91,8 @@ def test_slow_links_ranks_and_nodes_are_distinguished(
 def test_of_two_links_either_may_be_slow() -> None:
     rows = [Link(0, 2, 80, None, None, 4.0, 0.1), Link(1, 3, 80, None, None, 0.04, 0.1)]
     assert links.slow_links(rows, [0, 0, 1, 1], "rank", 5, margin=2.0) == {}
-    [(who, what)] = links.slow_links(rows, [0, 0, 1, 1], "rank", 5, margin=2.0, of_two=True)
-    assert (who.name(), what) == (
+    [(component, what)] = links.slow_links(rows, [0, 0, 1, 1], "rank", 5, margin=2.0, of_two=True)
+    assert (component.name(), what) == (
         "link 1 -> 3 or link 0 -> 2",
         "bidirectional bandwidth between nodes",
     )
@@ -109,4 +109,4 @@ def test_the_slow_one_of_three_nodes_is_named(both_at_once: bool) -> None:
         there, back = (None, None) if both_at_once else rates
         matrix.append(Link(a, b, 80, there, back, both if both_at_once else 2.0, 0.1))
     found = links.slow_links(matrix, [0, 1, 2], "rank", 5, margin=2.0)
-    assert [who.name() for who, _ in found] == ["node 1"]
+    assert [component.name() for component, _ in found] == ["node 1"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workloads.outliers import Costs, Who, accuse, outliers, sentences
+from benchmarks.workloads.outliers import Component, Costs, find_slow, outliers, sentences
 
 NODES = {"node": [0, 0, 1, 1, 2, 2]}
 ONE_NODE, TWO_NODES = {"node": [0, 0]}, {"node": [0, 0, 0, 1, 1, 1]}
@@ -54,27 +54,28 @@ def test_slow_ranks_and_nodes(
     costs: list[float], levels: dict[str, list[int]], options: Any, names: list[str]
 ) -> None:
     by_rank: Costs = {(rank,): float(cost) for rank, cost in enumerate(costs)}
-    found = accuse(by_rank, levels, "rank", "x", **options)
-    assert [who.name() for who, _ in found] == names
+    found = find_slow(by_rank, levels, "rank", "x", **options)
+    assert [component.name() for component, _ in found] == names
 
 
 def test_sentences() -> None:
     """0.99 / (1.4826 * 0.005) are 134 sigmas."""
     costs: Costs = {(0,): 1.0, (1,): 2.0, (2,): 1.01, (3,): 1.02, (4,): 1.01, (5,): 1.01}
-    found = accuse(costs, NODES, "rank", "a product")
+    found = find_slow(costs, NODES, "rank", "a product")
     parts = "2.00 s against 1.01 s"
-    told = f"slow rank 1: a product 1.98x the median's time ({parts}), 134 sigmas"
+    told = f"slow rank 1: a product 1.98x the median time ({parts}), 134 sigmas"
     assert sentences(found) == [told]
-    two = accuse({(0,): 1.0, (1,): 3.0}, {}, "rank", "x", of_two=True)
-    told = "x 3.00x the other's time (3.00 s against 1.00 s); with two it is impossible to tell"
+    two = find_slow({(0,): 1.0, (1,): 3.0}, {}, "rank", "x", of_two=True)
+    told = "x 3.00x the time of the other (3.00 s against 1.00 s); with two it is impossible to "
     assert told in sentences(two)[0]
 
 
 def test_names() -> None:
     ranks = ["rank 0 on a", "rank 1 on b"]
     names = {"node": ["a", "b"], "rank": ranks, "link": ranks}
-    assert Who("node", ((1,),)).name(names) == "b"
-    assert Who("node", ((1,), (0,))).name(names) == "b or a"
-    assert Who("rank", ((1,),)).name(names) == "rank 1 on b"
-    assert Who("link", ((0, 1),)).name(names) == "link rank 0 on a -> rank 1 on b"
-    assert (Who("rail", ((3,),)).name(names), Who("node", ((1,),)).name()) == ("rail 3", "node 1")
+    assert Component("node", ((1,),)).name(names) == "b"
+    assert Component("node", ((1,), (0,))).name(names) == "b or a"
+    assert Component("rank", ((1,),)).name(names) == "rank 1 on b"
+    assert Component("link", ((0, 1),)).name(names) == "link rank 0 on a -> rank 1 on b"
+    assert Component("rail", ((3,),)).name(names) == "rail 3"
+    assert Component("node", ((1,),)).name() == "node 1"
