@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""How fast is each collective, at each size, and are its results right? nccl-tests for torch.
+"""How fast is each collective at each size, and are its results correct? nccl-tests for torch.
 
-    time    = the median sample; the slowest rank counts in each sample. A sample is one call on the
-              CPU, the mean of up to 20 calls on CUDA; with -n N it is the mean of N calls
+    time    = median sample, where the time of a sample is the maximum over ranks. A sample is one
+              call on the CPU, the mean of up to 20 calls on CUDA, and with -n N the mean of N calls
     algbw   = size / time, in GB/s of 10^9 bytes
-    busbw   = algbw * 2(n-1)/n for all_reduce; * (n-1)/n for all_gather, reduce_scatter,
-              all_to_all, gather and scatter; * 1 for the others; among n ranks
-    size    = the larger of what a rank sends and receives, in bytes; count = elements of a part
-    #wrong  = values that differ from what rank and position say; must be 0
-    i_...   = with -I 1, of the samples: least, largest, 99th percentile (nearest rank), and the
-              standard deviation in percent of the mean
-    +-%     = how far the 95 % interval of the time reaches, the wider one of the two variants
-    --beside: `both` = the collective and another one at the same time, each in its own group; both
-              / longer = that time over the longer of the two alone: 1 if neither slows the other
+    busbw   = algbw * factor. The factor for n ranks is 2(n-1)/n for all_reduce; (n-1)/n for
+              all_gather, reduce_scatter, all_to_all, gather and scatter; and 1 otherwise
+    size    = bytes that a rank sends or receives, whichever is larger; count = elements per part
+    #wrong  = number of values that differ from the expected ones; must be 0
+    i_...   = with -I 1, the minimum, maximum and 99th percentile (nearest rank) of the samples, and
+              their standard deviation in percent of the mean
+    +-%     = half-width of the 95 % interval of the time, for the wider one of the two variants
+    --beside  measures two collectives at the same time, each in its own group. both / longer is
+              their time divided by the longer time of the two alone: 1 if neither slows the other
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
@@ -20,8 +20,8 @@
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 1M -e 4M --beside all_to_all:1M
 
 The flags, the table and the formulas are those of NVIDIA's nccl-tests (-I: README.md and
-src/util.cu of version 2.19.6, a0b82b2); the code was written anew.
-The calls are in benchmarks/workloads/operations.py. BSD-3-Clause.
+src/util.cu of version 2.19.6, a0b82b2), without its code. The calls are in
+benchmarks/workloads/operations.py. BSD-3-Clause.
 """
 
 import argparse
@@ -57,16 +57,16 @@ from common.stats import Disturbed, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
 
-Groups = list[list[int]]  # the ranks of each
+Groups = list[list[int]]  # the ranks of each group
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
-MOST_SIZES = 10_000  # of a table
-MOST_CALLS = 20  # in a sample on CUDA, without -n
-SAMPLE_BYTES = 2**32  # a sample of large sizes has fewer
-UNSURE = 0.5  # an interval that reaches farther from the time, as a share of it
-GONE = {  # flags of nccl-tests, and what replaces them
+MAX_SIZES = 10_000  # per table
+MAX_CALLS = 20  # per sample on CUDA, without -n
+SAMPLE_BYTES = 2**32  # limit on the bytes of a sample, without -n
+UNSURE = 0.5  # half-width of an interval, as a fraction of the time, beyond which it is too wide
+GONE = {  # flags of nccl-tests that this script does not have -> what to use instead
     **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
-    **dict.fromkeys(("-a", "--average"), "the maximum over ranks counts; --json keeps all"),
+    **dict.fromkeys(("-a", "--average"), "the maximum over ranks is printed; --json stores all"),
     **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
     **dict.fromkeys(("-z", "--blocking"), "CUDA_LAUNCH_BLOCKING=1 waits for each call"),
 }
@@ -79,54 +79,61 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     collectives = cli.list_of(str, tuple(OPERATIONS))
     types = cli.list_of(lambda name: ALIASES.get(name, name), TYPES)
     redops = cli.list_of(str, tuple(REDOPS))
-    names = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
-    add("--collective", type=collectives, default=["all_reduce"], metavar="NAME", help=names)
-    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest (default: 8)")
+    text = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
+    add("--collective", type=collectives, default=["all_reduce"], metavar="NAME", help=text)
+    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default: 8)")
     largest = cli.By(cuda=2**30, cpu=2**26)
-    most = "largest (default: 1G on CUDA, 64M on the CPU)"
-    add("-e", "--maxbytes", type=positive_size, default=largest, metavar="SIZE", help=most)
+    text = "largest size (default: 1G on CUDA, 64M on the CPU)"
+    add("-e", "--maxbytes", type=positive_size, default=largest, metavar="SIZE", help=text)
     step = parser.add_mutually_exclusive_group().add_argument
-    step("-i", "--stepbytes", type=positive_size, metavar="SIZE", help="increment of the size, or")
-    factor = cli.number(float, 1, above=True)
-    step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="factor (default: 2)")
-    calls = "calls per sample (default: 1 on the CPU and with -I; on CUDA 20, up to 4 GiB together)"
-    add("-n", "--calls", type=cli.positive_int, metavar="N", help=calls)
-    add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=", ".join(TYPES))
-    add("-o", "--op", type=redops, default=["sum"], metavar="OP", help=", ".join(REDOPS))
-    add("-r", "--root", type=count, default=0, metavar="R", help="a rank of the group (default: 0)")
-    add("-c", "--check", type=count, default=1, metavar="N", help="samples to check (default: 1)")
-    add("-G", "--cudagraph", type=count, default=0, metavar="N", help="replay a CUDA graph N times")
-    single = "1: print minimum, maximum, p99 and spread of the samples (default: 0)"
-    add("-I", "--per-iter-timing", type=int, choices=(0, 1), default=0, help=single)
-    add("--cache-warm", action="store_true", help="reuse one buffer")
-    add("--groups", default="world", metavar="G", help="world, node, cross, or ranks as 0,1/2-3")
-    limit = "link speed; prints busbw as a percentage of it"
-    add("--limit", type=cli.positive_float, metavar="GB/s", help=limit)
-    least = "fail if the largest busbw is below 0.9 of this"
-    add("--min-busbw", type=cli.positive_float, default=0, metavar="GB/s", help=least)
-    beside = "also time each size while this one runs in a second group, e.g. all_to_all:4M "
-    beside += "(default size: the same)"
-    add("--beside", type=other_collective, metavar="NAME[:SIZE]", help=beside)
+    step("-i", "--stepbytes", type=positive_size, metavar="SIZE", help="increment between sizes")
+    factor, text = cli.number(float, 1, above=True), "factor between sizes (default: 2)"
+    step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help=text)
+    text = (
+        "calls per sample (default: 1 on the CPU and with -I; on CUDA 20, at most 4 GiB together)"
+    )
+    add("-n", "--calls", type=cli.positive_int, metavar="N", help=text)
+    text = f"list of {', '.join(TYPES)} (default: float32)"
+    add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=text)
+    text = f"list of {', '.join(REDOPS)} (default: sum)"
+    add("-o", "--op", type=redops, default=["sum"], metavar="OP", help=text)
+    text = "root rank within the group (default: 0)"
+    add("-r", "--root", type=count, default=0, metavar="R", help=text)
+    text = "number of samples to check (default: 1)"
+    add("-c", "--check", type=count, default=1, metavar="N", help=text)
+    text = "capture the calls of a sample in a CUDA graph, and replay it N times per sample"
+    add("-G", "--cudagraph", type=count, default=0, metavar="N", help=text)
+    text = "1: print minimum, maximum, p99 and spread of the samples (default: 0)"
+    add("-I", "--per-iter-timing", type=int, choices=(0, 1), default=0, help=text)
+    add("--cache-warm", action="store_true", help="use the same buffer in all calls")
+    text = "world, node, cross, or lists of ranks such as 0,1/2-3 (default: world)"
+    add("--groups", default="world", metavar="G", help=text)
+    text = "link speed; busbw is also printed as a percentage of it"
+    add("--limit", type=cli.positive_float, metavar="GB/s", help=text)
+    text = "fail if the largest busbw is below 0.9 of this"
+    add("--min-busbw", type=cli.positive_float, default=0, metavar="GB/s", help=text)
+    text = "also time each size while this collective runs in a second group, e.g. all_to_all:4M "
+    text += "(default size: the same)"
+    add("--beside", type=other_collective, metavar="NAME[:SIZE]", help=text)
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)
     if args.beside:
         check_beside(args, parser)
     if args.maxbytes < args.minbytes:
-        got = f"-b {args.minbytes} and -e {args.maxbytes}"
-        parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
-    sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
-    if len(sizes) > MOST_SIZES:
+        got = f"got -b {args.minbytes} -e {args.maxbytes}"
+        parser.error(f"-e must not be smaller than -b: {got}; e.g. -b 8 -e 64M")
+    if len(scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)) > MAX_SIZES:
         flag = "-i" if args.stepbytes else "-f"
-        parser.error(f"{flag}: over {MOST_SIZES:,} sizes; expected larger steps, e.g. -f 2")
+        parser.error(f"{flag}: more than {MAX_SIZES:,} sizes; use larger steps, e.g. -f 2")
     if args.cudagraph and not cli.on_cuda(args.device):
-        parser.error("-G replays CUDA graphs, and this run is on the CPU; leave it out")
+        parser.error("-G requires CUDA, and this run is on the CPU; leave it out")
     if args.cudagraph and args.per_iter_timing:
-        parser.error("-I shows single calls, which -G does not time; leave one of them out")
+        parser.error("-I cannot be used with -G, which does not time single calls")
     return args
 
 
 def other_collective(text: str) -> tuple[str, int]:
-    """The type of --beside: a collective and its size in bytes, 0 for that of the case."""
+    """The type of --beside: a collective and its size in bytes; 0 for the size of the case."""
     name, colon, size = text.partition(":")
     names = [name for name in OPERATIONS if name != "sendrecv"]
     if name not in names:
@@ -135,40 +142,133 @@ def other_collective(text: str) -> tuple[str, int]:
 
 
 def check_beside(args: argparse.Namespace, parser: cli.Parser) -> None:
-    """Refuse flags that do not go with --beside."""
+    """Refuse flags that cannot be combined with --beside."""
     without = {"-G": args.cudagraph, "-I": args.per_iter_timing, "--limit": args.limit}
     for flag, value in (without | {"--min-busbw": args.min_busbw}).items():
         if value:
             parser.error(f"{flag} cannot be used with --beside, which compares times")
     if "sendrecv" in args.collective:
-        expected = "expected collectives that torch can start without waiting"
+        expected = "expected collectives that torch can start asynchronously"
         parser.error(f"--beside: {expected}, got sendrecv; e.g. --collective all_reduce")
 
 
+# -- cases -----------------------------------------------------------------------------------------
+
+
+def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
+    """Sizes from `low` to `high`. Each is `step` bytes larger than the previous one, or `factor`
+    times as large. At most MAX_SIZES + 1 are returned."""
+    sizes: list[int] = []
+    size = max(1, low)
+    while size <= high and len(sizes) <= MAX_SIZES:
+        sizes.append(size)
+        size = size + step if step else max(size + 1, int(min(size * factor, high + 1)))
+    return sizes
+
+
+def kind_of(key: Key) -> str:
+    """`all_reduce float32 sum`, `all_gather float32`"""
+    words = [key["collective"], key["dtype"]]
+    if OPERATIONS[key["collective"]].reduces:
+        words.append(key["redop"])
+    return " ".join(words)
+
+
+def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, list[Planned]]:
+    """The cases of each table, by its title."""
+    ranks = len(groups[0])
+    one_buffer = args.cache_warm or args.cudagraph or args.beside
+    max_calls = args.calls or (1 if device == "cpu" or args.per_iter_timing else MAX_CALLS)
+    max_bytes = math.inf if args.calls else SAMPLE_BYTES
+    sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
+    tables: dict[str, list[Planned]] = {}
+    for name, dtype, redop in itertools.product(args.collective, args.datatype, args.op):
+        operation = OPERATIONS[name]
+        table: Key = {
+            "collective": name,
+            "dtype": dtype,
+            "redop": redop if operation.reduces else "none",
+            "root": args.root if operation.has_root else -1,
+            "cudagraph": args.cudagraph,
+            "groups": args.groups,
+            "caches": "warm" if one_buffer else "cold",
+            "group_ranks": ranks,
+        }
+        itemsize = getattr(torch, dtype).itemsize
+        unit = itemsize * max(operation.parts(ranks))  # bytes per element of a part
+        cases: list[Planned] = []
+        for count in dict.fromkeys(max(1, size // unit) for size in sizes):
+            size = count * unit  # rounded down to what the ranks can share evenly
+            calls = max(1, int(min(max_calls, max_bytes // size)))
+            key = table | {"size_bytes": size, "count": count, "calls": calls}
+            name_of_case = f"{kind_of(table)}, {size} bytes"
+            if args.beside:
+                other, own_size = args.beside
+                unit_of_other = itemsize * max(OPERATIONS[other].parts(ranks))
+                its_count = max(1, (own_size or size) // unit_of_other)
+                its_size = its_count * unit_of_other
+                key |= {"beside": other, "beside_bytes": its_size, "beside_count": its_count}
+                name_of_case += f" beside {other}, {its_size} bytes"
+            cases.append((name_of_case, ranks * len(groups), key))
+        how = f"at most {count_of(max_calls, 'call')} per sample"
+        how += f", {args.cudagraph} replays of a graph (-G)" if args.cudagraph else ""
+        how += ", one buffer" if one_buffer else ", cold buffers"
+        how += f"; beside {args.beside[0]}" if args.beside else ""
+        # without a reduction the title is the same for each --op, so there is only one table
+        tables[f"# {kind_of(table)}, {args.groups} ({count_of(ranks, 'rank')}); {how}"] = cases
+    return tables
+
+
+def check_root(args: argparse.Namespace, ranks: int) -> None:
+    """Raises ValueError if --root is not a rank of a group of this size."""
+    names = [*args.collective, *(args.beside or ())[:1]]
+    rooted = [name for name in names if OPERATIONS[name].has_root]
+    if rooted and args.root >= ranks:
+        expected = f"{rooted[0]} requires a rank of its group, 0 to {ranks - 1}"
+        raise ValueError(f"{expected}, got {args.root}; e.g. --root 0")
+
+
+def unsupported(key: Key, job: Job) -> str | None:
+    """Why a case is known to fail without trying it; None if it may succeed."""
+    to_itself_or_cuda = key["group_ranks"] == 1 or job.device.type == "cuda"
+    if key["collective"] == "sendrecv" and job.backend == "gloo" and to_itself_or_cuda:
+        return "gloo cannot send to the same rank or from CUDA memory"
+    if key["redop"] == "avg" and not getattr(torch, key["dtype"]).is_floating_point:
+        return "averages of integers are not defined"
+    return None
+
+
+# -- one collective --------------------------------------------------------------------------------
+
+
 # [core]
-Buffers = list[tuple[Tensor, Tensor]]  # input and output of successive calls
-COLD_BYTES = 2**28  # calls walk through so much memory: more than caches hold
-MOST_BUFFERS = 4096  # that calls walk through
-ALIGNMENT = 64  # elements: every buffer begins at a multiple of it
+Buffers = list[tuple[Tensor, Tensor]]  # input and output of consecutive calls
+COLD_BYTES = 2**28  # memory that consecutive calls use in turn: larger than the caches
+MAX_BUFFERS = 4096  # limit on the number of buffers in it
+ALIGNMENT = 64  # in elements: every buffer begins at a multiple of it
 
 
 @lru_cache(maxsize=1)
 def cold_memory(device: torch.device) -> Tensor:
-    """The memory of cold buffers, [COLD_BYTES]. It serves all cases: the system takes longer to
-    find and clear so much than many cases have."""
+    """The memory of all cold buffers, [COLD_BYTES]. All cases share it, because allocating and
+    clearing it takes longer than measuring a small case."""
     return torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
 
 
 def make_buffers(
     sent: int, received: int, rank: int, dtype: torch.dtype, device: torch.device, cold: bool
 ) -> dict[str, Buffers]:
-    """Inputs and outputs, out of place and in place. Cold ones are spread over COLD_BYTES, else
-    there is one of each. sent, received: elements. In place the smaller of the two is this rank's
-    part of the larger one."""
+    """Inputs and outputs, both out of place and in place.
+
+    In place, the smaller one of input and output is the part of this rank within the larger one.
+
+    sent, received: number of elements. cold: whether to spread several buffers over COLD_BYTES;
+    otherwise there is one of each.
+    """
     second = aligned(sent)  # where the output begins
     needed = second + received
     memory = cold_memory(device).view(dtype) if cold else torch.empty(0)
-    stride = max(aligned(needed), len(memory) // MOST_BUFFERS // ALIGNMENT * ALIGNMENT)
+    stride = max(aligned(needed), len(memory) // MAX_BUFFERS // ALIGNMENT * ALIGNMENT)
     if stride > len(memory):
         memory = torch.empty(stride, dtype=dtype, device=device)
     rows = len(memory) // stride
@@ -185,21 +285,22 @@ def make_buffers(
 
 
 def aligned(elements: int) -> int:
-    """Rounded up: so many elements later the next buffer may begin."""
+    """Round up to a multiple of ALIGNMENT."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def pairs(src: Tensor, dst: Tensor) -> Buffers:
-    """The rows of both, [rows, elements]. To cut them one by one takes longer than a small case."""
+    """The rows of both, [rows, elements]. Indexing them one by one would take longer than a small
+    case."""
     return list(zip(src.unbind(), dst.unbind(), strict=True))
 
 
-def in_turn(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Callable[[], object]:
-    """A call on the first buffers, then on the next ones, and so on."""
-    turns = itertools.cycle(buffers)
+def cycling(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Callable[[], object]:
+    """A function that calls `call` with the next buffers each time, over and over."""
+    endless = itertools.cycle(buffers)
 
     def call_next() -> object:
-        src, dst = next(turns)
+        src, dst = next(endless)
         return call(src, dst)
 
     return call_next
@@ -208,32 +309,22 @@ def in_turn(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Calla
 # [/core]
 
 
-def why_not_measured(key: Key, job: Job) -> str | None:
-    """Why a case cannot be measured, as far as is known without a try; None where it can be."""
-    to_itself_or_cuda = key["group_ranks"] == 1 or job.device.type == "cuda"
-    if key["collective"] == "sendrecv" and job.backend == "gloo" and to_itself_or_cuda:
-        return "gloo sends neither to itself nor from CUDA"
-    if key["redop"] == "avg" and not getattr(torch, key["dtype"]).is_floating_point:
-        return "averages of integers are not defined"
-    return None
-
-
 def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workload:
-    """What a rank measures in a case: calls on successive buffers, out of place and in place. With
-    -G a step is the replay of a graph of as many calls as a sample has else."""
+    """Call the collective on consecutive buffers, out of place and in place. With -G, a step is the
+    replay of a graph that contains the calls of a sample."""
     operation = OPERATIONS[key["collective"]]
     rank, n, part, calls = dist.get_rank(group.test), key["group_ranks"], key["count"], key["calls"]
     member = Member(group.test, rank, n, part, key["redop"], max(0, key["root"]))
-    torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
+    torch.cuda.empty_cache()  # NCCL cannot use the memory that torch has cached for smaller sizes
     sent, received = (parts * part for parts in operation.parts(n))
     dtype, cold = getattr(torch, key["dtype"]), key["caches"] == "cold"
     buffers = make_buffers(sent, received, rank, dtype, job.device, cold)
     steps: dict[str, Step] = {}
-    for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
+    for variant in operation.variants:  # same order on all ranks: capturing a graph also runs it
         steps[variant] = step_of(key, member, buffers[variant])
 
     def facts() -> dict[str, Any]:
-        """The wrong values of each variant, and what the first case tells of the start."""
+        """Number of wrong values in each variant, and the start-up times of the first case."""
         found: dict[str, Any] = {"start_up": start_up.start_up_of(job, group)}
         for variant in operation.variants:
             found[variant] = 0
@@ -246,9 +337,9 @@ def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workloa
 
 
 def step_of(key: Key, member: Member, buffers: Buffers) -> Step:
-    """A call on the next buffers; with -G a graph of as many calls as there are in a sample."""
+    """A call on the next buffers. With -G, a graph with the calls of a sample."""
     call = partial(OPERATIONS[key["collective"]].call, at=member)
-    call_next = in_turn(call, buffers)
+    call_next = cycling(call, buffers)
     if not key["cudagraph"]:
         return call_next
     return cuda_graph(partial(repeat, call_next, key["calls"]), buffers[0][0].device)
@@ -260,7 +351,7 @@ def repeat(call: Step, times: int) -> None:
 
 
 def check(key: Key, member: Member, checked: Buffers, group: Group) -> int:
-    """Wrong values after a sample of calls like the timed ones, each on buffers of its own."""
+    """Repeat the calls of a sample, each on a buffer of its own, and count the wrong values."""
     step = step_of(key | {"calls": len(checked)}, member, checked)
     for src, dst in checked:
         operations.fill(src, dst, member)
@@ -270,13 +361,64 @@ def check(key: Key, member: Member, checked: Buffers, group: Group) -> int:
     return sum(operations.count_wrong(operation, dst, member) for _, dst in checked)
 
 
+def derive(
+    args: argparse.Namespace, groups: Groups, case: Case, times: Times, facts: list[dict[str, Any]]
+) -> None:
+    """Times and bandwidths of both variants. With several groups, the slowest one counts."""
+    key, metrics = case.key, case.metrics
+    operation = OPERATIONS[key["collective"]]
+    calls_per_step = key["calls"] if key["cudagraph"] else 1
+    metrics |= {"wrong": 0, **start_up_metrics(facts)}
+    for number, variant in enumerate(operation.variants):
+        seconds = times.each(variant if number else "step") / calls_per_step  # [ranks, iterations]
+        by_group = [seconds[[case.ranks.index(rank) for rank in ranks]] for ranks in groups]
+        slowest = [of_group.max(axis=0) for of_group in by_group]
+        group_times = [median(samples) for samples in slowest]
+        worst = max(range(len(groups)), key=lambda group: group_times[group].value)
+        algbw = key["size_bytes"] / group_times[worst] / 1e9
+        metrics[f"{variant}_time_s"] = group_times[worst]
+        metrics[f"{variant}_group_times_s"] = group_times
+        metrics[f"{variant}_algbw_gb_per_s"] = algbw
+        metrics[f"{variant}_busbw_gb_per_s"] = algbw * operation.bus(key["group_ranks"])
+        for name, value in spread_of(slowest[worst]).items():
+            metrics[f"{variant}_{name}"] = value
+        if args.check:
+            metrics[f"{variant}_wrong"] = sum(fact[variant] for fact in facts)
+            metrics["wrong"] += metrics[f"{variant}_wrong"]
+    if args.limit:
+        metrics["efficiency"] = best(case, "busbw_gb_per_s") / args.limit
+    case.check = verdict_on(metrics["wrong"], args)
+
+
+def start_up_metrics(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    by_rank = start_up.seconds_by_name([fact["start_up"] for fact in facts])
+    return {"start_up_by_rank": by_rank, **start_up.in_all(by_rank)}
+
+
+def verdict_on(wrong: int, args: argparse.Namespace) -> str:
+    if wrong:
+        return f"failed: {wrong} wrong values"
+    return "passed" if args.check else UNCHECKED
+
+
+def spread_of(samples: Samples) -> dict[str, float]:
+    """The statistics that -I prints. samples: in seconds, [n]."""
+    ordered = np.sort(samples)
+    nearest = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    cv = samples.std() / samples.mean()
+    return {"min_s": ordered[0], "max_s": ordered[-1], "p99_s": float(nearest), "cv": float(cv)}
+
+
+# -- two collectives at the same time: --beside ----------------------------------------------------
+
+
 def build_beside(
     job: Job, args: argparse.Namespace, groups: Groups, key: Key, group: Group
 ) -> Workload:
-    """The collective and the one of --beside, each alone, and both at the same time.
+    """Run the collective and that of --beside, each alone and both at the same time.
 
-    Each has a group and a buffer of its own, over the same ranks. On CUDA each has a stream, and
-    the current stream waits for both.
+    Each has its own group over the same ranks, its own buffer and, on CUDA, its own stream. The
+    current stream waits for both.
     """
     n, dtype = key["group_ranks"], getattr(torch, key["dtype"])
     rendezvous(group)
@@ -298,14 +440,14 @@ def build_beside(
         buffers[side] = of_variants[operation.variants[0]][0]
         src, dst = buffers[side]
         starts[side] = partial(operation.call, src, dst, members[side], async_op=True)
-    parts = {side: partial(at_the_same_time, [start]) for side, start in starts.items()}
-    both: Step = partial(at_the_same_time, list(starts.values()))
+    parts = {side: partial(run_concurrently, [start]) for side, start in starts.items()}
+    both: Step = partial(run_concurrently, list(starts.values()))
     if job.device.type == "cuda":
         streams = [torch.cuda.Stream(job.device) for _ in starts]
-        both = partial(on_streams, streams, list(starts.values()))
+        both = partial(run_on_streams, streams, list(starts.values()))
 
     def facts() -> dict[str, Any]:
-        """The wrong values of both after they ran at the same time."""
+        """Number of wrong values of both, after they ran at the same time."""
         wrong = 0
         for _ in range(args.check):
             for side, member in members.items():
@@ -320,14 +462,16 @@ def build_beside(
     return Workload(both, parts, list(parts), calls=key["calls"], facts=facts, launches=True)
 
 
-def at_the_same_time(starts: Sequence[Callable[[], Any]]) -> None:
-    """Start all operations, then wait for each: on CUDA the current stream waits, not the host."""
+def run_concurrently(starts: Sequence[Callable[[], Any]]) -> None:
+    """Start all operations, then wait for each. On CUDA the current stream waits, not the host."""
     for work in [start() for start in starts]:
         work.wait()
 
 
-def on_streams(streams: Sequence[torch.cuda.Stream], starts: Sequence[Callable[[], Any]]) -> None:
-    """Start each operation on a stream of its own, and let the current stream wait for all."""
+def run_on_streams(
+    streams: Sequence[torch.cuda.Stream], starts: Sequence[Callable[[], Any]]
+) -> None:
+    """Start each operation on its own stream, and let the current stream wait for all of them."""
     current = torch.cuda.current_stream()
     for stream, start in zip(streams, starts, strict=True):
         stream.wait_stream(current)
@@ -340,10 +484,9 @@ def on_streams(streams: Sequence[torch.cuda.Stream], starts: Sequence[Callable[[
 def derive_beside(
     args: argparse.Namespace, case: Case, times: Times, facts: list[dict[str, Any]]
 ) -> None:
-    """Fill in the times of both sides alone and of both together, and the ratio of these."""
+    """Times of both collectives alone and together, and the ratio of together to the longer one."""
     metrics = case.metrics
-    by_rank = start_up.seconds_by_name([fact["start_up"] for fact in facts])
-    metrics |= {"wrong": 0, "start_up_by_rank": by_rank, **start_up.in_all(by_rank)}
+    metrics |= {"wrong": 0, **start_up_metrics(facts)}
     for side in ("alone", "beside"):
         metrics[f"{side}_time_s"] = times.mean(side)
     longer = max(("alone", "beside"), key=lambda side: metrics[f"{side}_time_s"].value)
@@ -353,58 +496,16 @@ def derive_beside(
     metrics["both_over_longer"] = 1 / times.ratio(longer)
     alone_s = metrics["alone_time_s"].value + metrics["beside_time_s"].value
     metrics["in_turn_over_longer"] = alone_s / metrics["longer_time_s"].value
-    case.check = "passed" if args.check else "skipped: -c 0"
     if args.check:
         metrics["wrong"] = sum(fact["wrong"] for fact in facts)
-    if metrics["wrong"]:
-        case.check = f"failed: {metrics['wrong']} wrong values"
+    case.check = verdict_on(metrics["wrong"], args)
 
 
-def derive(
-    args: argparse.Namespace, groups: Groups, case: Case, times: Times, facts: list[dict[str, Any]]
-) -> None:
-    """Times and bandwidths of both variants. The slowest group counts, if there are several."""
-    key, metrics = case.key, case.metrics
-    operation = OPERATIONS[key["collective"]]
-    calls_of_step = key["calls"] if key["cudagraph"] else 1
-    by_rank = start_up.seconds_by_name([fact["start_up"] for fact in facts])
-    metrics |= {"wrong": 0, "start_up_by_rank": by_rank, **start_up.in_all(by_rank)}
-    for number, variant in enumerate(operation.variants):
-        seconds = times.each(variant if number else "step") / calls_of_step  # [ranks, iterations]
-        by_group = [seconds[[case.ranks.index(rank) for rank in ranks]] for ranks in groups]
-        slowest = [of_group.max(axis=0) for of_group in by_group]
-        group_times = [median(samples) for samples in slowest]
-        worst = max(range(len(groups)), key=lambda group: group_times[group].value)
-        algbw = key["size_bytes"] / group_times[worst] / 1e9
-        metrics[f"{variant}_time_s"] = group_times[worst]
-        metrics[f"{variant}_group_times_s"] = group_times
-        metrics[f"{variant}_algbw_gb_per_s"] = algbw
-        metrics[f"{variant}_busbw_gb_per_s"] = algbw * operation.bus(key["group_ranks"])
-        for name, value in spread_of(slowest[worst]).items():
-            metrics[f"{variant}_{name}"] = value
-        if args.check:
-            metrics[f"{variant}_wrong"] = sum(fact[variant] for fact in facts)
-            metrics["wrong"] += metrics[f"{variant}_wrong"]
-    if args.limit:
-        metrics["efficiency"] = best(case, "busbw_gb_per_s") / args.limit
-    case.check = "passed" if args.check else UNCHECKED
-    if metrics["wrong"]:
-        case.check = f"failed: {metrics['wrong']} wrong values"
-
-
-def spread_of(samples: Samples) -> dict[str, float]:
-    """What -I shows of samples [n] in seconds."""
-    ordered = np.sort(samples)
-    nearest = ordered[math.ceil(0.99 * len(ordered)) - 1]
-    cv = samples.std() / samples.mean()
-    return {"min_s": ordered[0], "max_s": ordered[-1], "p99_s": float(nearest), "cv": float(cv)}
-
-
-# -- what is printed -------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def best(case: Case, name: str) -> Estimate:
-    """The better variant's time, or its rate."""
+    """The shorter time, or the higher rate, of the two variants."""
     both = [case.metrics[f"{variant}_{name}"] for variant in measured_variants(case)]
     both.sort(key=lambda estimate: estimate.value)
     return both[0] if name == "time_s" else both[-1]
@@ -415,7 +516,8 @@ def measured_variants(case: Case) -> list[str]:
 
 
 class ScanTable(Table):
-    """As nccl-tests lays it out, since other tools read that. Our own column comes last."""
+    """The table of nccl-tests, in a layout that other tools parse. The interval is in a column of
+    its own at the end."""
 
     def __init__(self, per_iter_timing: bool = False) -> None:
         super().__init__({})
@@ -450,7 +552,7 @@ class ScanTable(Table):
 
 
 def cells_of(case: Case, variant: str, per_iter_timing: bool) -> str:
-    """The columns of a variant."""
+    """The columns of one variant."""
     metrics = case.metrics
     if f"{variant}_time_s" not in metrics:
         return f" {'N/A':>8} {'N/A':>7} {'N/A':>7} {'N/A':>6}" + f"{'N/A':>9}" * 4 * per_iter_timing
@@ -467,18 +569,18 @@ def cells_of(case: Case, variant: str, per_iter_timing: bool) -> str:
 
 
 def uncertainty(case: Case) -> str:
-    """How far the interval of the time reaches from it, in the variant where it is wider. A word
-    where the case had too little time to know better."""
+    """The half-width of the interval of the time, for the variant with the wider one. Adds a remark
+    if the interval is too wide because the case ran out of time."""
     widths = [case.metrics[f"{variant}_time_s"].relative for variant in measured_variants(case)]
     width = math.inf if None in widths else max(widths)
     cell = "-" if width == math.inf else f"{width:.1%}" if width < 1 else ">100%"
     short = case.stop == "max-seconds" and width > UNSURE
-    return f"{cell:>6}" + ("  unsure: raise --max-seconds" if short else "")
+    return f"{cell:>6}" + ("  imprecise: raise --max-seconds" if short else "")
 
 
 def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) -> None:
-    """The lines that nccl-tests ends with, which other tools read. Fails the run where the largest
-    bus bandwidth of a table is too small."""
+    """Print the last lines of nccl-tests, which other tools parse. Fails the run if the largest bus
+    bandwidth of a table is below 0.9 of --min-busbw."""
     wrong = 0
     all_rates: list[float] = []
     for cases in tables.values():
@@ -486,10 +588,10 @@ def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) ->
         rates: list[float] = []
         for case in cases:
             busbw = [case.metrics[f"{name}_busbw_gb_per_s"] for name in measured_variants(case)]
-            rates += [rate.value for rate in busbw if rate.value]  # a rank alone has 0
+            rates += [rate.value for rate in busbw if rate.value]  # it is 0 for a single rank
         if rates and max(rates) < 0.9 * min_busbw:
-            fastest = f"{kind_of(cases[0].key)}: busbw is {max(rates):.4g} GB/s at most"
-            bench.fail(f"{fastest}, under 0.9 of --min-busbw {min_busbw:g}")
+            fastest = f"{kind_of(cases[0].key)}: the largest busbw, {max(rates):.4g} GB/s"
+            bench.fail(f"{fastest}, is below 0.9 of --min-busbw {min_busbw:g}")
         all_rates += rates
     mean = np.mean(all_rates) if all_rates else 0
     bench.print(f"#\n# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
@@ -504,7 +606,7 @@ COLUMNS_BESIDE: Columns = {
     "other alone\ngmean (us)": metric("beside_time_s", 1e6),
     "both /\nlonger": metric("both_over_longer"),
     "95% ci\n(ratio)": ends("both_over_longer"),
-    "in turn /\nlonger": metric("in_turn_over_longer"),
+    "serial /\nlonger": metric("in_turn_over_longer"),
     "other\nsize": lambda case: cli.show_size(case.key["beside_bytes"]),
     "alone\n95% ci": relative("alone_time_s"),
     "other\n95% ci": relative("beside_time_s"),
@@ -512,30 +614,14 @@ COLUMNS_BESIDE: Columns = {
 }
 
 
-def answer_beside(cases: list[Case]) -> str:
-    """What running at the same time costs, at the largest size.
-
-    `all_reduce of 4M bytes beside all_to_all of 4M: both at the same time take 1.62 times (1.50 to
-    1.70) as long as all_reduce alone; one after the other, 1.80 times`
-    """
-    case = max(cases, key=lambda case: int(case.key["size_bytes"]))
-    key, ratio = case.key, case.metrics["both_over_longer"]
-    sizes = [cli.show_size(key[name]) for name in ("size_bytes", "beside_bytes")]
-    pair = f"{key['collective']} of {sizes[0]} bytes beside {key['beside']} of {sizes[1]}"
-    cost = f"both at the same time take {ratio.times()} as long as {case.metrics['longer']} alone"
-    if ratio.relative is None:
-        cost = f"how much both slow each other down cannot be told: {ratio.times()} as long as "
-        cost += f"{case.metrics['longer']} alone"
-    elif ratio.may_be(1):
-        cost = f"no significant slowdown, {ratio.times()} as long as {case.metrics['longer']} alone"
-    return f"{pair}: {cost}; one after the other, {case.metrics['in_turn_over_longer']:.2f} times"
+# -- the answer ------------------------------------------------------------------------------------
 
 
 def answer(limit: float | None, cases: list[Case]) -> str:
-    """The largest bus bandwidth, where half of it is reached, and the smallest time.
+    """The largest bus bandwidth, the size from which half of it is reached, and the shortest time.
 
-    `all_reduce float32 sum: at most 0.796 GB/s (0.780 to 0.810) bus bandwidth, at 2M bytes; about
-    half of it from 64K on; 8 bytes take 583 us (560 to 601)`
+    `all_reduce float32 sum: peak bus bandwidth 0.796 GB/s (0.780 to 0.810) at 2M bytes; half of the
+    peak from 64K bytes on; 8 bytes take 583 us (560 to 601)`
     """
     name = kind_of(cases[0].key)
     rows = sorted(cases, key=lambda case: int(case.key["size_bytes"]))
@@ -544,106 +630,45 @@ def answer(limit: float | None, cases: list[Case]) -> str:
     shortest = f"{sizes[0]} bytes take {best(rows[0], 'time_s')}"
     peak = max(rates, key=lambda rate: rate.value)
     if not peak.value:
-        return f"{name}: {shortest}; one rank alone has no bus bandwidth"
+        return f"{name}: {shortest}; a single rank has no bus bandwidth"
     at = rates.index(peak)
-    rate = f"{peak.text('GB/s')} bus bandwidth"
-    # on GPUs the switch may add up: then a rank sends less than the formula says
+    bandwidth = f"bus bandwidth {peak.text('GB/s')}"
+    # not on GPUs: with NVLS the switch adds up, so that a rank sends less than the formula assumes
     if limit and rows[0].key["device"] == "cpu" and peak.above(limit):
-        return Disturbed(f"{name}: {rate} at {sizes[at]} bytes, over --limit {limit:g}")
+        return Disturbed(f"{name}: {bandwidth} at {sizes[at]} bytes exceeds --limit {limit:g}")
     if len(rows) == 1:
-        return f"{name}: {shortest}, {rate}"
+        return f"{name}: {shortest}, {bandwidth}"
     where = f"at {sizes[at]} bytes"
     if peak is rates[-1]:
         where += ", the largest size"
     alike = [size for size, other in zip(sizes, rates, strict=True) if other.overlaps(peak)]
     alike.remove(sizes[at])
     if alike:
-        where += f" (cannot be told apart: {cli.cut(alike, 3)})"
-    under_half = [n for n, other in enumerate(rates) if other.value < peak.value / 2]
-    half = sizes[max(under_half, default=-1) + 1 :]
-    since = f"from {half[0]} on" if half else "not at the largest size"
-    return f"{name}: at most {rate}, {where}; about half of it {since}; {shortest}"
+        where += f" (no significant difference from {cli.cut(alike, 3)})"
+    below_half = [n for n, other in enumerate(rates) if other.value < peak.value / 2]
+    half = sizes[max(below_half, default=-1) + 1 :]
+    since = f"from {half[0]} bytes on" if half else "is not reached at the largest size"
+    return f"{name}: peak {bandwidth} {where}; half of the peak {since}; {shortest}"
 
 
-# -- what is going to be measured ------------------------------------------------------------------
+def answer_beside(cases: list[Case]) -> str:
+    """The cost of running both collectives at the same time, for the largest size.
 
-
-def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
-    """Sizes from `low` to `high`. Each is `step` bytes more than the last, or `factor` times it.
-
-    More than MOST_SIZES are cut off after the first one too many.
+    `all_reduce of 4M bytes and all_to_all of 4M: at the same time they take 1.62 times (1.50 to
+    1.70) as long as all_reduce alone; one after the other, 1.80 times`
     """
-    sizes: list[int] = []
-    size = max(1, low)
-    while size <= high and len(sizes) <= MOST_SIZES:
-        sizes.append(size)
-        size = size + step if step else max(size + 1, int(min(size * factor, high + 1)))
-    return sizes
-
-
-def kind_of(key: Key) -> str:
-    """`all_reduce float32 sum`, `all_gather float32`"""
-    words = [key["collective"], key["dtype"]]
-    if OPERATIONS[key["collective"]].reduces:
-        words.append(key["redop"])
-    return " ".join(words)
-
-
-def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, list[Planned]]:
-    """The title and the cases of each table."""
-    ranks = len(groups[0])
-    one_buffer = args.cache_warm or args.cudagraph or args.beside
-    most_calls = args.calls or (1 if device == "cpu" or args.per_iter_timing else MOST_CALLS)
-    most_bytes = math.inf if args.calls else SAMPLE_BYTES
-    sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
-    tables: dict[str, list[Planned]] = {}
-    for name, dtype, redop in itertools.product(args.collective, args.datatype, args.op):
-        operation = OPERATIONS[name]
-        table: Key = {
-            "collective": name,
-            "dtype": dtype,
-            "redop": redop if operation.reduces else "none",
-            "root": args.root if operation.has_root else -1,
-            "cudagraph": args.cudagraph,
-            "groups": args.groups,
-            "caches": "warm" if one_buffer else "cold",
-            "group_ranks": ranks,
-        }
-        unit = getattr(torch, dtype).itemsize * max(operation.parts(ranks))  # bytes of a count
-        cases: list[Planned] = []
-        for count in dict.fromkeys(max(1, size // unit) for size in sizes):
-            size = count * unit  # a size that is no multiple is cut
-            calls = max(1, int(min(most_calls, most_bytes // size)))
-            key = table | {"size_bytes": size, "count": count, "calls": calls}
-            name_of_case = f"{kind_of(table)}, {size} bytes"
-            if args.beside:
-                key |= beside_of(args, ranks, size, dtype)
-                name_of_case += f" beside {key['beside']}, {key['beside_bytes']} bytes"
-            cases.append((name_of_case, ranks * len(groups), key))
-        how = f"at most {count_of(most_calls, 'call')} a sample"
-        how += f", {args.cudagraph} replays of a graph (-G)" if args.cudagraph else ""
-        how += ", one buffer" if one_buffer else ", cold buffers"
-        how += f"; beside {args.beside[0]}" if args.beside else ""
-        # an operation that does not reduce has the same title for each --op
-        tables[f"# {kind_of(table)}, {args.groups} ({count_of(ranks, 'rank')}); {how}"] = cases
-    return tables
-
-
-def beside_of(args: argparse.Namespace, ranks: int, size: int, dtype: str) -> Key:
-    """What the key of a case has of --beside. size: bytes of the other collective."""
-    name, own_size = args.beside
-    unit = getattr(torch, dtype).itemsize * max(OPERATIONS[name].parts(ranks))
-    count = max(1, (own_size or size) // unit)
-    return {"beside": name, "beside_bytes": count * unit, "beside_count": count}
-
-
-def check_root(args: argparse.Namespace, ranks: int) -> None:
-    """ranks: of a group. Raises ValueError."""
-    names = [*args.collective, *(args.beside or ())[:1]]
-    rooted = [name for name in names if OPERATIONS[name].has_root]
-    if rooted and args.root >= ranks:
-        within = f"a rank within its group, 0 to {ranks - 1}"
-        raise ValueError(f"{rooted[0]} expected {within}, got {args.root}; e.g. --root 0")
+    case = max(cases, key=lambda case: int(case.key["size_bytes"]))
+    key, ratio = case.key, case.metrics["both_over_longer"]
+    sizes = [cli.show_size(key[name]) for name in ("size_bytes", "beside_bytes")]
+    pair = f"{key['collective']} of {sizes[0]} bytes and {key['beside']} of {sizes[1]}"
+    cost = f"{ratio.times()} as long as {case.metrics['longer']} alone"
+    if ratio.relative is None:
+        cost = f"no verdict on how much they slow each other down: {cost}"
+    elif ratio.may_be(1):
+        cost = f"no significant slowdown at the same time: {cost}"
+    else:
+        cost = f"at the same time they take {cost}"
+    return f"{pair}: {cost}; one after the other, {case.metrics['in_turn_over_longer']:.2f} times"
 
 
 def main() -> int:
@@ -653,11 +678,11 @@ def main() -> int:
         nodes = node_of_each(environment)
         groups = bench.prepare("--groups", lambda: partition(args.groups, nodes))
         bench.prepare("--root", lambda: check_root(args, len(groups[0])))
-        _, size = args.beside or (None, 0)  # 0: as the collective under test
+        _, size = args.beside or (None, 0)  # 0: that of the collective under test
         needed = args.maxbytes + ((size or args.maxbytes) if args.beside else 0)
         bench.prepare("-e", lambda: check_room(2 * needed, job, environment, "-e"))
         tables = plan(args, job.device.type, groups)
-        reasons = {title: why_not_measured(cases[0][2], job) for title, cases in tables.items()}
+        reasons = {title: unsupported(cases[0][2], job) for title, cases in tables.items()}
         bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})
         members = sorted(itertools.chain(*groups))
         make, fill_in = partial(build, job, args), partial(derive, args, groups)
@@ -681,7 +706,7 @@ def main() -> int:
         if not args.beside:
             footer(measured, args.min_busbw, bench)
         for case in bench.report.cases:
-            if "group_s" in case.metrics:  # the one that has made the groups
+            if "group_s" in case.metrics:  # the case that created the groups
                 by_rank = case.metrics["start_up_by_rank"]
                 bench.conclude([start_up.sentence(by_rank, members, environment)], case)
     return bench.status

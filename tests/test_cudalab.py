@@ -266,7 +266,7 @@ ROWS = [
     Row("refused size", 2, f"{B}/collectives.py -b 8 -e 4G", (1, 2), ("4G",),
         variables={"CUDALAB_MEMORY_GIB": "1"}),
     Row("refused -G on the CPU", 2, f"{ONE} --device cpu -G 3", (1, 2),
-        ("-G replays CUDA graphs",)),
+        ("-G requires CUDA",)),
     Row("refused -G with -I", 2, f"{ONE} -G 3 -I 1", (1, 2), ("-I shows single calls",)),
     Row("refused cudagraphs", 2, f"{COMPILE} --device cpu --backends cudagraphs", (1, 2),
         ("require CUDA",)),

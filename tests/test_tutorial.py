@@ -73,7 +73,7 @@ def test_rows_of_collectives(name: str, rows: int) -> None:
     """Rows of some sizes, without the last word."""
     table = collectives.ScanTable()
     lines = [table.row(case).splitlines()[-1] for case in load(str(RESULTS / name)).cases]
-    printed = {single_blanks(line.partition("unsure")[0]) for line in lines}
+    printed = {single_blanks(line.partition("imprecise")[0]) for line in lines}
     assert len(LINES & printed) == rows
 
 

@@ -1,7 +1,7 @@
-"""The collectives, in one table: torch's call, what must arrive, and the factor of busbw.
+"""All collectives in one table: the call in torch, the expected output, and the factor of busbw.
 
-A rank sends one part or one for each rank, and it receives one part or one from each rank. The
-values that it sends, and those that must arrive, are those of patterns.py.
+A rank sends either one part or one part for each rank, and receives either one part or one part
+from each rank. patterns.py defines the values that are sent and expected.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.workloads import patterns
 
-# torch 2.14 warns of the older names in each call
+# from torch 2.14 on, each call by the older name prints a warning
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -24,13 +24,13 @@ OUT_OF_PLACE = ("out_of_place",)
 
 
 class Member(NamedTuple):
-    """A rank that calls a collective. rank, root: within the group of n ranks."""
+    """A rank that calls a collective. rank and root are ranks within the group."""
 
     group: dist.ProcessGroup
     rank: int
-    n: int
-    part: int  # elements
-    redop: str = "none"  # of REDOPS, for a reduction
+    n: int  # size of the group
+    part: int  # in elements
+    redop: str = "none"  # a key of REDOPS for a reduction
     root: int = 0
 
     @property
@@ -43,32 +43,32 @@ class Member(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Values that must have arrived, one after the other."""
+    """A contiguous range of the expected output."""
 
     sender: int | None  # None for a reduction
-    first: int  # the position of the first value in what the sender brought
+    first: int  # position of the first value within the sender's input
     length: int
 
 
 class Operation(NamedTuple):
-    call: Callable[..., Any]  # input, output, member; async_op=True makes torch return its work
+    call: Callable[..., Any]  # (input, output, member); with async_op=True it returns torch's Work
     expected: Callable[[Member], list[Piece]]  # in the order of the output
     bus: Callable[[int], float]  # busbw / algbw of n ranks: nccl-tests' doc/PERFORMANCE.md
-    scatters: bool = False  # a rank brings a part for each rank
-    gathers: bool = False  # a rank receives a part from each rank
-    variants: tuple[str, ...] = VARIANTS  # the first one is torch's own
+    scatters: bool = False  # the input has a part for each rank
+    gathers: bool = False  # the output has a part from each rank
+    variants: tuple[str, ...] = VARIANTS  # the first is the one that torch implements
     reduces: bool = False
     has_root: bool = False
 
     def parts(self, n: int) -> tuple[int, int]:
-        """How many parts a rank of n brings, and how many it receives."""
+        """Number of parts in the input and in the output of a rank, in a group of n ranks."""
         return n if self.scatters else 1, n if self.gathers else 1
 
 
-def copied(src: Tensor, dst: Tensor, brings: bool = True) -> Tensor:
-    """dst, with the input of a rank that brings one. torch has some operations in place only: out
-    of place they include this copy."""
-    if src is dst or not brings:
+def copied(src: Tensor, dst: Tensor, has_input: bool = True) -> Tensor:
+    """Copy the input to the output, for operations that torch implements in place only. Their
+    out-of-place time includes this copy. A rank without an input copies nothing."""
+    if src is dst or not has_input:
         return dst
     return dst.copy_(src)
 
@@ -78,11 +78,11 @@ def parts_of_root(buffer: Tensor, at: Member) -> list[Tensor] | None:
 
 
 def ring(src: Tensor, dst: Tensor, at: Member) -> None:
-    """Send to the next rank, receive from the one before."""
+    """Send to the next rank and receive from the previous one."""
     following = (at.rank + 1) % at.n
-    before = (at.rank - 1) % at.n
+    previous = (at.rank - 1) % at.n
     send = dist.P2POp(dist.isend, src, group=at.group, group_peer=following)
-    recv = dist.P2POp(dist.irecv, dst, group=at.group, group_peer=before)
+    recv = dist.P2POp(dist.irecv, dst, group=at.group, group_peer=previous)
     for work in dist.batch_isend_irecv([send, recv]):
         work.wait()
 
@@ -96,7 +96,7 @@ def all_of_each(at: Member) -> list[Piece]:
 
 
 def without_own_part(n: int) -> float:
-    """A rank has one of the n parts already."""
+    """(n - 1) / n: a rank does not send its own part of n."""
     return (n - 1) / n
 
 
@@ -178,13 +178,13 @@ OPERATIONS = {
 
 
 def fill(src: Tensor, dst: Tensor, at: Member) -> None:
-    """Write what this rank brings, and into the output what no rank brings."""
+    """Fill the input with the values of this rank, and the output with a value no rank sends."""
     patterns.blank(dst)
     patterns.fill(src, patterns.tile(at.rank, at.redop, at.n))
 
 
 def count_wrong(operation: Operation, dst: Tensor, at: Member) -> int:
-    """How many values of an output are not those that must have arrived."""
+    """Number of values of an output that differ from the expected ones."""
     tolerance = patterns.tolerance(at.redop, dst.dtype)
     wrong = begin = 0
     for piece in operation.expected(at):

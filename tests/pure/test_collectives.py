@@ -36,7 +36,7 @@ def test_bandwidths() -> None:
     assert m["in_place_busbw_gb_per_s"].value == pytest.approx(9.6)
     assert m["efficiency"].value == pytest.approx(0.8)
     assert case.check == "passed"
-    limit, short = "  80% of the limit", "  unsure: raise --max-seconds"
+    limit, short = "  80% of the limit", "  imprecise: raise --max-seconds"
     # three samples have no interval
     assert collectives.ScanTable().row(case).endswith(f" 0      -{short}{limit}")
     m["out_of_place_time_s"] = Estimate(1.0, 0.99, 1.05)
@@ -82,10 +82,10 @@ def test_counts_are_those_of_nccl_tests() -> None:
     tables = planned(flags, [[0, 2], [1, 3]])
     sizes = [[(key["size_bytes"], key["count"]) for _, _, key in rows] for rows in tables.values()]
     assert sizes == [[(8, 1), (48, 6)], [(4, 1), (8, 2), (48, 12)], [(4, 1), (8, 2), (48, 12)]]
-    assert list(tables)[1].startswith("# reduce float32 sum, world (2 ranks); at most 1 call a sam")
+    assert list(tables)[1].startswith("# reduce float32 sum, world (2 ranks); at most 1 call per s")
     ((name, ranks, key), *_), *_ = tables.values()
     assert (name, ranks, key["group_ranks"]) == ("all_gather float32, 8 bytes", 4, 2)
-    with pytest.raises(ValueError, match="reduce expected a rank within its group, 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="reduce requires a rank of its group, 0 to 1, got 2"):
         collectives.check_root(Mock(collective=["reduce"], beside=None, root=2), 2)
 
 
@@ -116,17 +116,15 @@ def test_answer() -> None:
     rows = [(8, 31, 0.001), (2**16, 50, 0.45), (2**20, 90, 0.3), (2**21, 95, 0.8), (2**22, 99, 0.7)]
     cases = [measured(*row) for row in rows]
     assert collectives.answer(None, cases[::-1]) == (
-        "all_reduce float32 sum: at most 0.800 GB/s (0.792 to 0.808) bus bandwidth, at 2M bytes; "
-        "about half of it from 2M on; 8 bytes take 31.0 us (30.7 to 31.3)"
+        "all_reduce float32 sum: peak bus bandwidth 0.800 GB/s (0.792 to 0.808) at 2M bytes; "
+        "half of the peak from 2M bytes on; 8 bytes take 31.0 us (30.7 to 31.3)"
     )
-    assert "at 2M bytes, the largest size; " in collectives.answer(None, cases[:4])
+    assert " at 2M bytes, the largest size; " in collectives.answer(None, cases[:4])
     assert isinstance(collectives.answer(0.79, cases), Disturbed)  # 0.792 to 0.808 is over --limit
     wide = [*cases[:4], measured(2**22, 99, 0.7, width=0.2)]
-    assert ", at 2M bytes (cannot be told apart: 4M); " in collectives.answer(None, wide)
+    assert " at 2M bytes (no significant difference from 4M); " in collectives.answer(None, wide)
     alone = collectives.answer(None, [measured(8, 3, 0.0)])
-    assert alone.endswith(
-        "8 bytes take 3.00 us (2.97 to 3.03); one rank alone has no bus bandwidth"
-    )
+    assert alone.endswith("8 bytes take 3.00 us (2.97 to 3.03); a single rank has no bus bandwidth")
 
 
 def test_beside_by_hand() -> None:
@@ -148,12 +146,13 @@ def test_beside_by_hand() -> None:
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.2839, 1.0792, 1.5275), rel=1e-3)
     assert (m["longer"], m["in_turn_over_longer"]) == ("all_reduce", pytest.approx(1.5))
     assert case.check == "passed"
-    sentence = "both at the same time take 1.28 times (1.08 to 1.53) as long as all_reduce alone"
+    sentence = "at the same time they take 1.28 times (1.08 to 1.53) as long as all_reduce alone"
     end = "; one after the other, 1.50 times"
-    pair = "all_reduce of 61.04M bytes beside all_to_all of 1M"
+    pair = "all_reduce of 61.04M bytes and all_to_all of 1M"
     assert collectives.answer_beside([case]) == f"{pair}: {sentence}{end}"
     m["both_over_longer"] = Estimate(0.97, 0.9, 1.1)
-    sentence = "no significant slowdown, 0.97 times (0.90 to 1.10) as long as all_reduce alone"
+    sentence = "no significant slowdown at the same time: 0.97 times (0.90 to 1.10) as long as "
+    sentence += "all_reduce alone"
     assert collectives.answer_beside([case]) == f"{pair}: {sentence}{end}"
     facts[1] = {"start_up": {}, "wrong": 7}
     collectives.derive_beside(args, case, Times(samples, [1] * 6), facts)
@@ -164,11 +163,11 @@ def test_cases_with_beside() -> None:
     """The other collective has its own size, rounded down to whole parts, or that of the case."""
     for flag, sizes in (("all_to_all", [24, 96]), ("all_to_all:50", [48, 48])):
         [(title, cases)] = planned(f"-b 24 -e 96 -f 4 --beside {flag}", [[0, 1, 2]]).items()
-        assert title.endswith("; at most 1 call a sample, one buffer; beside all_to_all")
+        assert title.endswith("; at most 1 call per sample, one buffer; beside all_to_all")
         assert [key["beside_bytes"] for *_, key in cases] == sizes
         assert [key["beside_count"] for *_, key in cases] == [size // 12 for size in sizes]
         assert (
             cases[0][0] == f"all_reduce float32 sum, 24 bytes beside all_to_all, {sizes[0]} bytes"
         )
-    with pytest.raises(ValueError, match="reduce expected a rank within its group, 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="reduce requires a rank of its group, 0 to 1, got 2"):
         collectives.check_root(Mock(collective=["all_reduce"], beside=("reduce", 0), root=2), 2)
