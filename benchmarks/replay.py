@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Is the network slow, or the job? Replays the collectives of a recorded job without the job.
+"""Is the network slow, or the job? Replays the collectives of a recorded job, without the job.
 
-    back to back = each operation starts as soon as the previous one of its group is done
-    with gaps    = no operation starts earlier than in the job: busy waits replace computing
-    replayed     = time of an operation in a replay with gaps (without, if the recording has no
-                   times), from its start until it is seen to be done; over NCCL between two CUDA
-                   events. Mean over a step's calls, maximum over ranks, p50 over the replays
-    alone        = the same operation with nothing else in flight
+    back to back = each operation starts as soon as the previous one of its group has finished
+    with gaps    = no operation starts earlier than in the job; busy waits replace the computation
+    replayed     = time of an operation in a replay with gaps (or back to back, if the recording has
+                   no times), from its start until its end is observed; over NCCL, between two CUDA
+                   events. Mean over the calls of a step, maximum over ranks, p50 over the replays
+    alone        = time of the same operation with nothing else in flight
     busbw        = bytes / time * factor, as in collectives.py
-    share        = calls * replayed, divided by the sum over all rows
+    share        = calls * replayed, divided by its sum over all rows
 
-A folder has a recording of each rank: a Kineto trace of torch.profiler (rank0_trace.json or .gz), a
-dump of torch's flight recorder (nccl_trace_rank_0, a pickle, or JSON), or what record() of
-examples/record_collectives.py writes (fr_0.json). Nothing in a file is executed.
+The folder must contain one recording per rank: a Kineto trace of torch.profiler
+(rank0_trace.json, possibly compressed), a dump of torch's flight recorder (nccl_trace_rank_0: a
+pickle or JSON), or the output of record() in examples/record_collectives.py (fr_0.json). No code
+in a recording is executed.
 
     torchrun --nproc-per-node 4 benchmarks/replay.py trace/
     torchrun --nproc-per-node 8 benchmarks/replay.py trace/ --only dp --json report.jsonl
@@ -62,23 +63,23 @@ from common.stats import Times, median, percentiles, telling
 from common.table import Columns, ends, metric, relative
 from common.timing import STEP, Step, Workload
 
-# The number of a rank in the name of a file: fr_0.json, nccl_trace_rank_0, rank0_trace.json.gz,
-# rank-0.Apr_03.json.gz; 5 in nccl_trace_rank_node2_5, where the name of a host is in between
+# The rank in the name of a file: fr_0.json, nccl_trace_rank_0, rank0_trace.json.gz,
+# rank-0.Apr_03.json.gz; also after the name of a host, as in nccl_trace_rank_node2_5
 HOST = r"(?:\d*[A-Za-z].*|\d+(?:\.\d+){3})"
 NAMED = rf"(?:fr|rank)(?:[_-]{HOST}[_-](?=\d+(?:\.[A-Za-z.]+)?$)|[_-]?)(\d+)"
-RANK = re.compile(rf"{NAMED}|[_-](\d+)$")  # trace_5: a prefix of one's own
+RANK = re.compile(rf"{NAMED}|[_-](\d+)$")  # the second form is for other prefixes: trace_5
 UNEVEN = "parts differ in size, and only the sum is recorded"
-NO_ENTRIES = "a dump without operations; each backend has a recorder of its own"
-LARGEST_FILE = 2**32  # bytes, uncompressed
-MARKERS = ("coalesced", "wait", "init")  # entries that transfer nothing
-# The recorders' names of types and, of gloo's operations in a profile, those of C++ -> torch's
+NO_ENTRIES = "a dump without operations; each backend has its own recorder"
+LARGEST_FILE = 2**32  # in bytes, uncompressed
+MARKERS = ("coalesced", "wait", "init")  # entries that do not transfer data
+# Names of types in recordings -> torch's. Gloo's operations in a profile have those of C++
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
 DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}
 CPP_DTYPES = {"float": "Float", "double": "Double", "c10::Half": "Half", "long int": "Long"}
 CPP_DTYPES |= {"c10::BFloat16": "BFloat16", "int": "Int", "signed char": "Char", "bool": "Bool"}
 CPP_DTYPES |= {"unsigned char": "Byte"}
-# gather, scatter and sends are not replayed
+# gather, scatter and sends are counted, but not replayed
 REPLAYED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 OPERATIONS = {name: operations.OPERATIONS[name] for name in REPLAYED}
 OPERATIONS["barrier"] = Operation(
@@ -86,8 +87,8 @@ OPERATIONS["barrier"] = Operation(
     expected=lambda at: [],
     bus=lambda n: 0,
 )
-# The opcodes of a pickle of None, bool, int, float, str, bytes, list, tuple and dict, in each of
-# pickle's protocols. All others make objects, call functions or ask for persistent ids.
+# The opcodes that all protocols of pickle use for None, bool, int, float, str, bytes, list, tuple
+# and dict. All other opcodes create objects, call functions or refer to persistent ids.
 PLAIN_OPCODES = {
     *("PROTO", "FRAME", "MARK", "STOP", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
     *("GET", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -103,11 +104,11 @@ def parse_args() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     folder = cli.checked(str, bool, "a folder of recordings", "e.g. trace/")
-    add("trace", type=folder, metavar="FOLDER", help="recordings, a file of each rank")
-    only = "replay only these groups, e.g. dp for mesh_dp (default: all)"
-    add("--only", type=cli.list_of(str), default=[], metavar="GROUP", help=only)
-    gaps = "replay back to back only, e.g. a dump that covers minutes"
-    add("--no-gaps", action="store_true", help=gaps)
+    add("trace", type=folder, metavar="FOLDER", help="folder with one recording per rank")
+    text = "replay only these groups, e.g. dp for mesh_dp (default: all)"
+    add("--only", type=cli.list_of(str), default=[], metavar="GROUP", help=text)
+    text = "replay back to back only, e.g. if the recording covers minutes"
+    add("--no-gaps", action="store_true", help=text)
     cli.add_common_flags(parser, min_iters=12, max_seconds=10)
     return parser.parse_args()
 
@@ -116,7 +117,8 @@ def parse_args() -> argparse.Namespace:
 
 
 class Kind(NamedTuple):
-    """Operations that share a row. size_bytes: the larger of what a rank sends and receives."""
+    """Operations that share a row of the table. size_bytes: bytes that a rank sends or receives,
+    whichever is larger."""
 
     op: str
     group: str
@@ -129,7 +131,7 @@ class Kind(NamedTuple):
         return f"{group}, {self.dtype}, {self.size_bytes:,} bytes"
 
     def counts(self) -> tuple[int, int, int]:
-        """Number of elements of a part, and of all that a rank sends and receives."""
+        """Number of elements of a part, of the input and of the output of a rank."""
         sends, receives = OPERATIONS[self.op].parts(self.group_ranks)
         part = self.size_bytes // itemsize(self.dtype) // max(sends, receives)
         return part, sends * part, receives * part
@@ -141,21 +143,21 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation of a rank, as recorded; those of several ranks are equal if they match."""
+    """An operation that a rank has recorded. Matching operations of several ranks are equal."""
 
     kind: Kind
-    team: tuple[str, tuple[int, ...]]  # name and ranks of its group
-    seq: int  # its number in its group; 0 where the recording has none
-    problem: str  # why it cannot be replayed
-    begin_s: float = field(compare=False)  # since the steps began
-    job_s: float = field(compare=False, default=0.0)  # 0 if not recorded
+    team: tuple[str, tuple[int, ...]]  # name and ranks of its process group
+    seq: int  # its sequence number within the group; 0 if not recorded
+    problem: str  # why it cannot be replayed; "" if it can
+    begin_s: float = field(compare=False)  # since the beginning of the steps
+    job_s: float = field(compare=False, default=0.0)  # its time in the job; 0 if not recorded
 
 
 class Recording(NamedTuple):
     """The recording of a rank."""
 
-    steps: int  # 0 if it does not mark steps: `time_s` is then that of all its operations
-    time_s: float  # of the steps; 0 if it has no times
+    steps: int  # number of steps; 0 if the recording does not mark them
+    time_s: float  # of all steps, or of the whole recording; 0 if it has no times
     calls: list[Collective]
     rank: int = 0
 
@@ -164,10 +166,10 @@ class Recording(NamedTuple):
 
 
 def find(folder: str, rank: int, world_size: int) -> tuple[Path, bool]:
-    """The recording that this rank reads, and whether its name tells whose it is.
+    """The recording that this rank reads, and whether its name contains the rank.
 
-    The names of tensorboard_trace_handler have no rank: these files are taken in order of their
-    names, and their contents tell the rank. Raises OSError or ValueError.
+    Names by tensorboard_trace_handler do not contain it: these files are distributed in the order
+    of their names, and the rank is read from the file. Raises OSError or ValueError.
     """
     files = sorted(file for file in Path(folder).iterdir() if file.is_file())
     named: dict[int, list[Path]] = defaultdict(list)
@@ -186,19 +188,19 @@ def find(folder: str, rank: int, world_size: int) -> tuple[Path, bool]:
     if sorted(named or range(count)) != list(range(world_size)):
         whose = f"ranks {cli.cut(sorted(named))}" if named else count_of(count, "rank")
         has = f"{folder} has recordings of {whose}"
-        raise ValueError(another_world(has, folder, count, world_size))
+        raise ValueError(other_world_size(has, folder, count, world_size))
     return (named[rank][0], True) if named else (unnamed[rank], False)
 
 
-def another_world(what: str, folder: str, recorded: int, world_size: int) -> str:
+def other_world_size(what: str, folder: str, recorded: int, world_size: int) -> str:
     launch = f"torchrun --nproc-per-node {recorded} {sys.argv[0]} {folder}"
     return f"{what}, and this job has {world_size}; e.g. {launch}"
 
 
 def read(folder: str, rank: int, world_size: int) -> Recording:
-    """A recording of the folder, on each rank another one.
+    """Read one recording of the folder, a different one on each rank.
 
-    Raises OSError or ValueError, in one line, if there is none or if it is damaged.
+    Raises OSError or ValueError, with one line, if the recording is missing or damaged.
     """
     path, is_named = find(folder, rank, world_size)
     try:
@@ -209,25 +211,25 @@ def read(folder: str, rank: int, world_size: int) -> Recording:
         else:
             about, recording = content, flight_recorder(content, world_size)
         check_times(recording)
-        recorded_ranks = whole(about.get("world_size", world_size), "a job of", least=1)
+        recorded_ranks = whole(about.get("world_size", world_size), "world_size", least=1)
         if not is_named and "rank" not in about:
             raise ValueError("a file without a rank in its name or content; e.g. rank0_trace.json")
         recorded_rank = whole(about.get("rank", rank), "rank")
     except OSError:
         raise
-    except Exception as error:  # a damaged file raises anything
+    except Exception as error:  # a damaged file may raise anything
         got = str(error) if type(error) is ValueError else cli.describe(error)
         raise ValueError(f"{path}: expected the recording of a rank, got {got[:300]}") from None
     if recorded_ranks != world_size:
-        is_of = f"{path} is of {count_of(recorded_ranks, 'rank')}"
-        raise ValueError(another_world(is_of, folder, recorded_ranks, world_size))
+        is_of = f"{path} is from a job of {count_of(recorded_ranks, 'rank')}"
+        raise ValueError(other_world_size(is_of, folder, recorded_ranks, world_size))
     if is_named and recorded_rank != rank:
         raise ValueError(f"{path}: expected the recording of rank {rank}, got rank {recorded_rank}")
     return recording._replace(rank=recorded_rank)
 
 
 def in_order(recordings: Sequence[Recording]) -> list[Recording]:
-    """The recordings by rank. Raises ValueError if there is not one of each."""
+    """Sort the recordings by rank. Raises ValueError if there is not exactly one per rank."""
     ordered = sorted(recordings, key=lambda recording: recording.rank)
     ranks = [recording.rank for recording in ordered]
     if ranks != list(range(len(ranks))):
@@ -236,14 +238,14 @@ def in_order(recordings: Sequence[Recording]) -> list[Recording]:
 
 
 def decoded(path: Path) -> dict[str, Any]:
-    """What a file holds: JSON or a pickle, compressed or not. Raises ValueError or OSError."""
+    """Read a file with JSON or a pickle, possibly compressed. Raises ValueError or OSError."""
     with open(path, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
     with gzip.open(path) if is_gzip else open(path, "rb") as file:
         data = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
         raise ValueError(f"more than {LARGEST_FILE:,} bytes")
-    # Kineto may begin with a blank or a newline
+    # Kineto may write white space first
     is_json = data[:64].lstrip()[:1] in (b"{", b"[")
     content = json.loads(data) if is_json else plain_pickle(data)
     if not isinstance(content, dict) or not content.keys() & {"traceEvents", "entries"}:
@@ -254,30 +256,30 @@ def decoded(path: Path) -> dict[str, Any]:
 
 
 class NoClasses(pickle.Unpickler):
-    """Refuses what `plain_pickle` should have refused before."""
+    """A second line of defense: `plain_pickle` should have refused any class before."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(f"a pickle that asks for {module}.{name}")
+        raise ValueError(f"a pickle that refers to {module}.{name}")
 
 
 def plain_pickle(data: bytes) -> Any:
-    """The value of a pickle that has only None, bool, int, float, str, bytes, list, tuple and dict.
+    """Load a pickle that only contains None, bool, int, float, str, bytes, list, tuple and dict.
 
-    Its opcodes are read first, without executing them. Raises ValueError for any other opcode, and
-    for a memo index beyond the length of the file, for which pickle would reserve memory.
+    The opcodes are checked first, without executing them. Raises ValueError for any other opcode,
+    and for a memo index beyond the length of the file, for which pickle would allocate memory.
     """
     for opcode, argument, position in pickletools.genops(data):
         if opcode.name not in PLAIN_OPCODES:
-            raise ValueError(f"a pickle of other than plain data: {opcode.name} at byte {position}")
+            raise ValueError(f"a pickle that is not plain data: {opcode.name} at byte {position}")
         if opcode.name.endswith("PUT") and int(argument or 0) not in range(len(data)):
             raise ValueError(f"a pickle with the memo index {argument} at byte {position}")
     return NoClasses(io.BytesIO(data)).load()
 
 
 def whole(value: Any, what: str, least: int = 0) -> int:
-    """A whole number of a recording. Raises ValueError for anything else."""
+    """Check an integer of a recording. Raises ValueError if it is anything else."""
     if type(value) is not int or value < least:
-        # not repr() of any value: in a pickle, lists of one list a hundred times are short
+        # no repr() of lists: a few bytes of a pickle can nest one list a hundred times
         got = repr(value)[:40] if isinstance(value, str | int | float) else type(value).__name__
         raise ValueError(f"{what} {got} instead of a whole number of {least} or more")
     return value
@@ -291,17 +293,17 @@ def collective(
     sizes: Sequence[int],
     **job: Any,
 ) -> Collective:
-    """An operation in torch's words, from what every format has.
+    """Build a Collective from the values that all formats provide.
 
-    team: name and ranks of its group. sizes: elements sent and received. job: `begin_s` and `job_s`
-    in seconds. Raises ValueError for values that no recorder writes.
+    team: name and ranks of the process group. sizes: number of elements sent and received.
+    job: `begin_s` and `job_s`, in seconds. Raises ValueError for values that no recorder writes.
     """
     group, ranks = str(team[0]), tuple(team[1])
-    sent, received = (whole(size, "a size of") for size in sizes)
-    if len({whole(rank, "a group with rank") for rank in ranks}) < len(ranks):
+    sent, received = (whole(size, "size") for size in sizes)
+    if len({whole(rank, "rank of a group") for rank in ranks}) < len(ranks):
         raise ValueError(f"a group with the ranks {list(ranks)}")
     plain = DTYPES.get(dtype, "uint8")
-    letters = name.replace("_", "").lower()  # all_gather is also _allgather_base
+    letters = name.replace("_", "").lower()  # all_gather is also recorded as _allgather_base
     known = [op for op in OPERATIONS if letters.startswith(op.replace("_", ""))]
     if "sparse" in letters:
         known = []
@@ -315,11 +317,16 @@ def collective(
         problem = "the ranks of its group are not recorded"
     elif kind.counts()[1:] != (sent, received):
         problem = UNEVEN
-    return Collective(kind, (group, ranks), whole(seq, "the number"), problem, **job)
+    return Collective(kind, (group, ranks), whole(seq, "sequence number"), problem, **job)
+
+
+def name_of_group(name: str, description: str) -> str:
+    """The description, such as mesh_dp, or the name, a number, if there is none."""
+    return name if description in ("", "undefined") else description
 
 
 def check_times(recording: Recording) -> None:
-    """Raises ValueError for impossible times. A step takes at least a microsecond."""
+    """Raises ValueError for impossible times. A step is assumed to take at least a microsecond."""
     steps, time_s, calls = recording.steps, recording.time_s, recording.calls
     if not 0 <= time_s < math.inf or (steps and time_s / steps < 1e-6):
         raise ValueError(f"{steps:,} steps in {time_s:g} s")
@@ -334,11 +341,11 @@ def check_times(recording: Recording) -> None:
 
 
 def flight_recorder(content: dict[str, Any], world_size: int) -> Recording:
-    """From record(), or a dump of torch, which marks no steps.
+    """Convert the output of record(), or a dump of torch, which does not mark steps.
 
-    In a dump the gaps are those between its operations. NCCL's dump has the ranks of its groups in
-    `pg_config`; gloo's has them under another name, so that only those of the default group are
-    known.
+    The gaps of a dump are those between its operations. NCCL's dump contains the ranks of its
+    groups in `pg_config`. In gloo's dump these have other names, so only the ranks of the default
+    group are known.
     """
     entries = content["entries"]
     if not entries and "started_ns" not in content:
@@ -360,20 +367,20 @@ def flight_recorder(content: dict[str, Any], world_size: int) -> Recording:
         if name in MARKERS or (has_times and created_ns < start_ns):
             continue
         group, label = map(str, entry["process_group"])
-        everyone = range(world_size) if label == "default_pg" else ()
-        team = (group if label in ("", "undefined") else label, ranks_of.get(group) or everyone)
+        world = range(world_size) if label == "default_pg" else ()
+        team = (name_of_group(group, label), ranks_of.get(group) or world)
         dtypes = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"]
         sizes = [elements(entry["input_sizes"]), elements(entry["output_sizes"])]
         begin_s = (created_ns - start_ns) / 1e9 if has_times else 0.0
         job_s = (entry.get("duration_ms") or 0) / 1e3
         seq = entry["collective_seq_id"]
-        # on some ranks there is no input
+        # dtypes[0]: some ranks have no input
         calls.append(collective(name, team, seq, dtypes[0], sizes, begin_s=begin_s, job_s=job_s))
     return Recording(steps, (end_ns - start_ns) / 1e9, calls)
 
 
 def elements(shapes: list[list[int]]) -> int:
-    """Number of elements of all tensors together."""
+    """Total number of elements of all tensors."""
     return sum(math.prod(shape) for shape in shapes)
 
 
@@ -381,9 +388,9 @@ def elements(shapes: list[list[int]]) -> int:
 
 
 def kineto(content: dict[str, Any], about: dict[str, Any]) -> Recording:
-    """From a trace of torch.profiler. about: its `distributedInfo`.
+    """Convert a trace of torch.profiler. about: its `distributedInfo`.
 
-    The steps are those of the profiler (`ProfilerStep#N`) or of `--profile` of these scripts.
+    Steps are marked by the profiler (`ProfilerStep#N`) or by `--profile` of these scripts.
     """
     events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
     events.sort(key=lambda event: event["ts"])
@@ -405,19 +412,19 @@ def kineto(content: dict[str, Any], about: dict[str, Any]) -> Recording:
 
 
 def is_step(event: dict[str, Any]) -> bool:
-    """Whether an event is a step as the CPU saw it. The GPU's events have copies of them."""
+    """Whether an event is a step on the CPU. Traces also contain copies of steps for the GPU."""
     name = event["name"]
     is_named = name == STEP or name.startswith("ProfilerStep#")
     return is_named and event.get("cat") == "user_annotation"
 
 
 def over_nccl(events: list[dict[str, Any]], ranks_of: dict[str, Any]) -> list[Collective]:
-    """The calls of NCCL, whose arguments torch records, with the times of their kernels.
+    """The calls of NCCL: torch records their arguments, and the kernels contain their times.
 
-    `begin_s` is still on the clock of the trace. ranks_of: of each group, by its name.
+    `begin_s` is still on the clock of the trace. ranks_of: name of a group -> its ranks.
     """
     comms = [event for event in events if "Collective name" in (event.get("args") or {})]
-    kernels_s: dict[Any, float] = {}  # by the operation that launched the kernel
+    kernels_s: dict[Any, float] = {}  # operation that launched the kernel -> duration
     for event in comms:
         if event.get("cat") == "kernel":
             kernels_s[event["args"].get("External id")] = event["dur"] / 1e6
@@ -429,7 +436,7 @@ def over_nccl(events: list[dict[str, Any]], ranks_of: dict[str, Any]) -> list[Co
             continue
         group = str(about.get("Process Group Name", about.get("Process Group ID", "")))
         label = about.get("Process Group Description") or ""
-        team = (group if label in ("", "undefined") else label, ranks_in(about, group, ranks_of))
+        team = (name_of_group(group, label), ranks_in(about, group, ranks_of))
         sizes = [about["In msg nelems"], about["Out msg nelems"]]
         job_s = kernels_s.get(about.get("External id"), 0.0)
         times = {"begin_s": event["ts"] / 1e6, "job_s": job_s}
@@ -442,12 +449,12 @@ def over_nccl(events: list[dict[str, Any]], ranks_of: dict[str, Any]) -> list[Co
 
 
 def is_uneven(splits: Any) -> bool:
-    """Whether the parts of an all-to-all differ: `[1, 2]`. An abbreviated list may differ, too."""
+    """Whether the parts of an all-to-all may differ: `[1, 2]`, or a list that is abbreviated."""
     return len({*re.findall(r"\d+|\.\.\.", str(splits or ""))}) > 1
 
 
 def ranks_in(about: dict[str, Any], group: str, ranks_of: dict[str, Any]) -> Sequence[int]:
-    """The ranks of an operation's group: torch abbreviates a long list in the operation itself."""
+    """The ranks of an operation's group. In the operation itself, torch abbreviates a long list."""
     text = about.get("Process Group Ranks") or ""
     if "..." not in text and (ranks := re.findall(r"\d+", text)):
         return [int(rank) for rank in ranks]
@@ -459,15 +466,15 @@ def ranks_in(about: dict[str, Any], group: str, ranks_of: dict[str, Any]) -> Seq
 
 
 def over_gloo(events: list[dict[str, Any]], configs: list[dict[str, Any]]) -> list[Collective]:
-    """The calls of gloo, on the clock of the trace. configs: of all groups.
+    """The calls of gloo, on the clock of the trace. configs: of all process groups.
 
-    `c10d::allreduce_` of the training thread has the order and the sizes; `gloo:all_reduce` of the
-    thread that works on it has the type and the time. The profiler records no group, so that there
-    must be only one, and sizes only if asked. Raises ValueError if sizes are missing.
+    `c10d::allreduce_` in the training thread provides the order and the sizes; `gloo:all_reduce` in
+    the worker thread provides the dtype and the time. The profiler does not record the group, so
+    the job must have only one. Raises ValueError if sizes are missing: they are optional.
     """
     only = configs[0] if len(configs) == 1 else {}
     team = (only.get("pg_desc") or "an unknown group", only.get("ranks", ()))
-    work: dict[int, list[dict[str, Any]]] = defaultdict(list)  # by number of elements, newest first
+    work: dict[int, list[dict[str, Any]]] = defaultdict(list)  # by size, most recent event first
     for event in reversed(events):
         if event["name"].startswith("gloo:"):
             work[sum(tensor_sizes(event))].append(event)
@@ -493,7 +500,7 @@ def over_gloo(events: list[dict[str, Any]], configs: list[dict[str, Any]]) -> li
 
 
 def tensor_sizes(event: dict[str, Any]) -> list[int]:
-    """Number of elements of each argument of an event, lists of tensors included."""
+    """Number of elements of each argument of an event, including lists of tensors."""
     about = event.get("args") or {}
     if "Input Dims" not in about and not event["name"].endswith("barrier"):
         advice = "over gloo set record_shapes=True, over NCCL use a newer torch"
@@ -508,10 +515,13 @@ def tensor_sizes(event: dict[str, Any]) -> list[int]:
 
 
 def sent_and_received(name: str, arguments: list[int], ranks: int) -> tuple[int, int]:
-    """Elements that an operation of c10d sends and receives: its tensors are (output, input), or
-    both in one. The profiler leaves out a list of lists, which has a tensor of each rank."""
+    """Number of elements that an operation of c10d sends and receives.
+
+    Its arguments are (output, input), or one tensor for both. The profiler leaves out an argument
+    that is a list of lists; it contains a tensor for each rank.
+    """
     first, second = [*arguments, 0, 0][:2]
-    if name == "barrier":  # its tensor only tells the device
+    if name == "barrier":  # its tensor only specifies the device
         return 0, 0
     if not any(word in name for word in ("gather", "scatter", "alltoall")):
         return first, first
@@ -522,17 +532,21 @@ def sent_and_received(name: str, arguments: list[int], ranks: int) -> tuple[int,
 
 
 class Plan(NamedTuple):
-    """What is replayed: the calls of each rank, and their kinds."""
+    """The operations to replay.
+
+    steps: number of steps. time_s: duration of all steps; 0 for a replay without gaps.
+    calls: of each rank. lines: what is not replayed, and what was not recorded, in words.
+    """
 
     steps: int
-    time_s: float  # of the steps; 0: without gaps
+    time_s: float
     calls: list[list[Collective]]
     kinds: list[Kind]
-    lines: list[str]  # what is not replayed, and what was not recorded
+    lines: list[str]
 
 
 def choose(recordings: Sequence[Recording], only: Sequence[str] = (), gaps: bool = True) -> Plan:
-    """The operations that all ranks of a group have recorded: any other one would hang."""
+    """Select the operations that all ranks of a group have recorded; any other would hang."""
     groups = {*only, *(f"mesh_{name}" for name in only)}
     asked: list[list[Collective]] = []  # of each rank
     for recording in recordings:
@@ -553,7 +567,7 @@ def choose(recordings: Sequence[Recording], only: Sequence[str] = (), gaps: bool
     if not min(recording.steps for recording in recordings):
         steps, kept = 1, [since_first(calls) for calls in kept]
         time_s = max((call.begin_s for calls in kept for call in calls), default=0.0)
-        lines.append("the recording marks no steps: `a step` is all of it")
+        lines.append("the recording does not mark steps: `a step` is the whole recording")
     if not min(recording.time_s for recording in recordings):
         time_s = 0.0
         lines.append("the recording has no times: replayed without gaps")
@@ -563,15 +577,16 @@ def choose(recordings: Sequence[Recording], only: Sequence[str] = (), gaps: bool
 
 
 def since_first(calls: list[Collective]) -> list[Collective]:
-    """The calls of a rank with the first at 0. Ring buffers do not begin together."""
+    """Let the first call of a rank begin at 0: ring buffers do not begin at the same time."""
     return [replace(call, begin_s=call.begin_s - calls[0].begin_s) for call in calls]
 
 
 def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str]:
-    """Why each operation cannot be replayed; "" if it can be.
+    """Why each operation cannot be replayed; "" if it can.
 
-    Ring buffers do not begin together. Coalesced operations share a number and may be equal, so
-    each rank of the group must have an operation equally often, and all in the same order.
+    Each rank of the group must have recorded an operation equally often, and all in the same order:
+    ring buffers begin at different times, and coalesced operations share a sequence number and may
+    be equal.
     """
     counts: Counter[tuple[int, Collective]] = Counter()
     for rank, calls in enumerate(calls_by_rank):
@@ -584,7 +599,7 @@ def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str
         if not problem and rank not in members:
             problem = f"recorded by rank {rank}, which is not in its group"
         elif not problem and len(times_recorded) > 1:
-            problem = "not recorded alike on every rank of its group"
+            problem = "not recorded equally often on all ranks of its group"
         problems[call] = problem
     orders: dict[Any, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for rank, calls in enumerate(calls_by_rank):
@@ -595,7 +610,7 @@ def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str
         first = order[members[0]]
         odd = [rank for rank in members if order[rank] != first]
         for call in first if odd else ():
-            problems[call] = f"in another order on rank {odd[0]} than on rank {members[0]}"
+            problems[call] = f"in a different order on rank {odd[0]} than on rank {members[0]}"
     return problems
 
 
@@ -607,31 +622,32 @@ Replay = dict[Kind, list[float]]  # seconds of each call
 def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> Replay:
     """Start all operations, with the job's gaps if `end_s` is given.
 
-    Returns the seconds of each from its start until it is done. The replay waits for an operation
-    before it starts the next one of its group. starts: a function that starts an operation, by kind
-    and team. end_s: seconds until the end of the steps.
+    Before starting an operation, wait for the previous one of its group. Returns the seconds of
+    each operation from its start until its end is observed.
+
+    starts: (kind, team) -> a function that starts an operation. end_s: duration of the steps.
     """
     seconds: Replay = defaultdict(list)
-    under_way: dict[Any, tuple[Kind, float, Any]] = {}  # one for each team: its start, torch's work
+    in_flight: dict[Any, tuple[Kind, float, Any]] = {}  # team -> kind, start and Work
     zero = time.perf_counter()
 
-    def look(awaited: object = None) -> None:
-        """Record the time of what is done, after waiting for the operation of the given team."""
-        for team, (kind, begun, work) in list(under_way.items()):
+    def poll(awaited: object = None) -> None:
+        """Record the times of finished operations, after waiting for that of the given team."""
+        for team, (kind, begun, work) in list(in_flight.items()):
             if team == awaited or work.is_completed():
                 wait(work)
                 seconds[kind].append(time.perf_counter() - begun)
-                del under_way[team]
+                del in_flight[team]
 
     for call in calls:
-        look(call.team)
+        poll(call.team)
         while end_s and time.perf_counter() - zero < call.begin_s:
-            look()
+            poll()
         begun = time.perf_counter()
-        under_way[call.team] = (call.kind, begun, starts[call.kind, call.team]())
-        look()
-    for team in list(under_way):
-        look(team)
+        in_flight[call.team] = (call.kind, begun, starts[call.kind, call.team]())
+        poll()
+    for team in list(in_flight):
+        poll(team)
     while time.perf_counter() - zero < end_s:
         pass
     return seconds
@@ -640,9 +656,9 @@ def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> R
 def play_on_streams(
     calls: list[Collective], starts: dict[Any, Any], streams: dict[Any, Any], end_s: float = 0
 ) -> Replay:
-    """The same over NCCL, as in a job: operations are queued, and the host waits at the end.
+    """The same over NCCL. As in a job, operations are queued, and the host waits only at the end.
 
-    Each operation is timed by two events on a stream of its team. streams: by team.
+    Each operation is timed by two events on the stream of its team. streams: by team.
     """
     events: list[tuple[Kind, torch.cuda.Event, torch.cuda.Event]] = []
     caller = torch.cuda.current_stream()
@@ -655,7 +671,7 @@ def play_on_streams(
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             begin.record()
-            starts[call.kind, call.team]().wait()  # the stream waits, the host does not
+            starts[call.kind, call.team]().wait()  # blocks the stream, not the host
             end.record()
         events.append((call.kind, begin, end))
     while time.perf_counter() - zero < end_s:
@@ -670,17 +686,17 @@ def play_on_streams(
 
 
 def wait(work: Any) -> None:
-    """Block the host until the work is done, on a device as well."""
+    """Block the host until the operation has finished, also on a device."""
     work.wait()
-    if torch.cuda.is_initialized():  # only the stream has waited
+    if torch.cuda.is_initialized():  # until here only the stream waits
         torch.cuda.current_stream().synchronize()
 
 
 def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
-    """This rank's operations with the job's gaps and without, and one of each kind alone."""
+    """Replay the operations of this rank with gaps and back to back, and each kind alone."""
     starts: dict[tuple[Kind, Any], Step] = {}
     mine = {(call.kind, call.team) for call in plan.calls[job.rank]}
-    for team in sorted({call.team for calls in plan.calls for call in calls}):  # alike on all ranks
+    for team in sorted({call.team for calls in plan.calls for call in calls}):  # same on all ranks
         _, ranks = team
         rendezvous(group)
         team_group: Any = dist.new_group(list(ranks), backend=job.backend)
@@ -709,7 +725,7 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
 
 
 def means(replays: list[Replay]) -> list[dict[Kind, float]]:
-    """The mean seconds of each kind, in each replay."""
+    """The mean time of each kind in each replay, in seconds."""
     rows = []
     for replay in replays:
         rows.append({kind: fmean(seconds) for kind, seconds in replay.items()})
@@ -717,8 +733,11 @@ def means(replays: list[Replay]) -> list[dict[Kind, float]]:
 
 
 def prepared(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
-    """A function that starts an operation, which has been checked once. It sums, and its root is
-    the first rank of the group, since neither is recorded. Raises ValueError for wrong values."""
+    """A function that starts an operation, whose result has been checked once.
+
+    It sums, and the root is the first rank of the group: recordings contain neither. Raises
+    ValueError if the result is wrong.
+    """
     operation = OPERATIONS[kind.op]
     part, to_send, to_receive = kind.counts()
     redop = "sum" if operation.reduces else "none"
@@ -728,7 +747,7 @@ def prepared(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     in_place = operation.variants[0] == "in_place"
     sent = received if in_place else zeros(to_send)
     start = partial(operation.call, sent, received, member, async_op=True)
-    if kind.op == "barrier" and "nccl" in job.backend:  # or torch warns that it guesses the device
+    if kind.op == "barrier" and "nccl" in job.backend:  # avoids a warning about a guessed device
         start = partial(start, device_ids=[job.device.index])
     operations.fill(sent, received, member)
     wait(start())
@@ -740,9 +759,9 @@ def prepared(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
 
 
 def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
-    """Fill in the metrics. Each iteration's time is the maximum over ranks.
+    """Compute the metrics. The time of an iteration is the maximum over ranks.
 
-    times.returned: the mean of each kind in each replay.
+    times.returned: the mean time of each kind, for each rank and replay.
     """
     metrics = case.metrics
     timed = {"step": "back_to_back"}
@@ -763,9 +782,9 @@ def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
 
 
 def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
-    """The row of a kind, but for its share."""
+    """The row of a kind, without its share."""
     calls = [call for row in plan.calls for call in row if call.kind == kind]
-    by_rank = []  # of the ranks that have the kind, its mean in each replay
+    by_rank = []  # for each rank that has the kind, its mean time in each replay
     for replays in times.returned:
         if kind in replays[0]:
             by_rank.append([replay[kind] for replay in replays])
@@ -784,7 +803,7 @@ def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
     return row
 
 
-COLUMNS: Columns = {  # GB/s: busbw
+COLUMNS: Columns = {  # GB/s are busbw
     "op": lambda row: row.key["op"],
     "group": lambda row: row.key["group"],
     "bytes": lambda row: cli.show_size(row.key["size_bytes"]),
@@ -805,7 +824,7 @@ COLUMNS: Columns = {  # GB/s: busbw
 
 
 def answer(metrics: dict[str, Any]) -> str:
-    """How much of the job's step is communication."""
+    """The fraction of the job's step that is communication."""
     alone, job_s = metrics["back_to_back_s"], metrics.get("job_step_s")
     sentence = f"a step: {alone} back to back"
     if not job_s:
@@ -824,14 +843,14 @@ def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) ->
         raise ValueError(f"{none}; {'; '.join(plan.lines)}")
     # a block has one untimed replay at its start and at least one timed replay
     if 2 * plan.time_s > bench.args.timeout:
-        took = f"the recorded steps took {plan.time_s:g} s, as long as a replay with gaps takes"
+        took = f"a replay with gaps takes as long as the recorded steps, {plan.time_s:g} s"
         advice = f"record fewer steps, or use --no-gaps or --timeout {3 * plan.time_s:.0f}"
         raise ValueError(f"{took}; {advice}")
-    needed_bytes = 0  # an operation of a team uses the same two tensors in every call
+    needed_bytes = 0  # all calls of a kind and team share two tensors
     for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
         _, to_send, to_receive = kind.counts()
         needed_bytes += (to_send + to_receive) * itemsize(kind.dtype)
-    advice = "the number of groups, by --only"
+    advice = "the number of groups with --only"
     check_room(needed_bytes, bench.job, bench.report.environment, advice)
 
 
@@ -848,17 +867,17 @@ def main() -> int:
     only = ",".join(args.only) or "all"
     with Benchmark("replay", args) as bench:
         job = bench.job
-        recordings: list[Recording] = []  # of all ranks; a dry run may lack the folder
+        recordings: list[Recording] = []  # of all ranks; for a dry run the folder may be missing
         if not args.dry_run or share(Path(args.trace).is_dir()):
             mine = bench.prepare("FOLDER", lambda: read(args.trace, job.rank, job.world_size))
-            every = share(gather(mine))
-            recordings = bench.prepare("FOLDER", lambda: in_order(every))
-        # what is replayed, whichever file it is from
+            gathered = share(gather(mine))
+            recordings = bench.prepare("FOLDER", lambda: in_order(gathered))
+        # identifies the operations, whatever format they were recorded in
         content = repr([(of.steps, of.time_s, of.calls) for of in recordings])
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         name = f"{args.trace}, groups {only}"
         key = {"only": only, "gaps": not args.no_gaps, "recording": digest}
-        bench.announce({"A recorded job again": [(name, job.world_size, key)]})
+        bench.announce({"Replay of a recorded job": [(name, job.world_size, key)]})
         plan = choose(recordings, args.only, not args.no_gaps)
         bench.prepare("FOLDER", lambda: check_plan(plan, recordings, bench))
         bench.print(f"\n# {described(plan, digest, only)}")

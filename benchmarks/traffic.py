@@ -1,23 +1,27 @@
 #!/usr/bin/env python3
-"""What does a training step send under a mesh, before anybody rents its ranks?
+"""How much does a training step communicate on a mesh of any size? Computed without its ranks.
 
-It measures nothing. One process plays one rank of a job of any size: the step of parallel_sweep.py
-with AdamW, whose tensors have a shape and no memory, and whose collectives are counted and return
-at once. With --measured, a report of collectives.py, it also says how long they take.
+Nothing is measured. One process simulates one rank of a job: the training step of parallel_sweep.py
+with AdamW, where tensors have a shape but no memory, and collectives are counted and return at
+once. With --measured, the script also computes how long the collectives take, from times that
+collectives.py has measured.
 
-    bytes     size of a collective as in nccl-tests: what a rank gives or gets, whichever is more
-    bus       bytes * factor: for an all_reduce of n ranks 2 (n - 1) / n, for all_gather,
-              reduce_scatter and all_to_all (n - 1) / n, else 1. A ring sends so much on each link
-    TFLOP     FLOPs of the model for the global batch / ranks
+    bytes     size of a collective as in nccl-tests: of the input or output of a rank, whichever is
+              larger
+    bus       bytes * factor, which a ring sends over each link. The factor for n ranks is
+              2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter and
+              all_to_all; and 1 otherwise
+    TFLOP     FLOPs of the model for the global batch, divided by the number of ranks
     ms        sum over calls of the time that collectives.py has measured for the same collective on
-              as many ranks with as many a node, interpolated between two sizes, never beyond them
+              the same number of ranks and of ranks per node. Times are interpolated between two
+              measured sizes, and never extrapolated
 
     python benchmarks/traffic.py --ranks 1024 --mesh dp128tp8,dp1024,dp32pp4tp8:1f1b
     python benchmarks/traffic.py --ranks 16 --mesh dp16,dp2tp8 --measured collectives.jsonl
     torchrun --nproc-per-node 8 benchmarks/parallel_sweep.py --mesh dp8,tp8   # times such a step
 
-Calls and bytes are those of a rank in a step. 4 real ranks over gloo make the same collectives.
-Written for this project, BSD-3-Clause. docs/traffic.md shows how to read the table.
+Calls and bytes are per rank and step. A test compares them with those of 4 real ranks over gloo.
+Written for this project, BSD-3-Clause. docs/traffic.md explains how to read the table.
 """
 
 import argparse
@@ -73,13 +77,13 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MESSAGES = ("send", "recv")
-NOT_RUN = "skipped: counted on shapes, nothing was run"
-BYTES_A_TOKEN = 24  # of memory here: whole numbers are real, and exist three times
+NOT_RUN = "skipped: counted from shapes, nothing was executed"
+BYTES_PER_TOKEN = 24  # memory of this process: tensors of integers are real, and exist three times
 Call = tuple[str, str, int]  # axis, collective, bytes
-Calls = Counter[Call]  # how many there are in a step
-# of a case and of one of parallel_sweep.py that measured the same
+Calls = Counter[Call]  # number of each in a step
+# keys that a case must share with one of parallel_sweep.py to be compared with it
 SAME = ("model", "dtype", "sequence_length", "global_batch", "microbatches", "experts")
-PART_OF_DP = ("dp", "replicas", "same_experts")  # parallel_sweep.py calls them dp
+PART_OF_DP = ("dp", "replicas", "same_experts")  # axes that parallel_sweep.py reports as dp
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -87,20 +91,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     whole = partial(add, type=cli.positive_int, metavar="N")
     whole("--ranks", required=True, help="world size of the simulated job, e.g. 1024")
-    meshes, as_there = cli.list_of(parse_mesh), "in the syntax of parallel_sweep.py"
-    add("--mesh", type=meshes, help=f"{as_there} (default: dp over all ranks)")
-    ranks = "ranks to simulate (default: 0); pipeline stages differ"
-    add("--rank", type=cli.list_of(cli.number(int, 0)), default=[0], metavar="N,...", help=ranks)
-    whole("--gpus-per-node", default=8, help="consecutive ranks per node (default: 8)")
+    text = "meshes in the syntax of parallel_sweep.py (default: dp over all ranks)"
+    add("--mesh", type=cli.list_of(parse_mesh), help=text)
+    text = "ranks to simulate, e.g. one per pipeline stage (default: 0)"
+    add("--rank", type=cli.list_of(cli.number(int, 0)), default=[0], metavar="N,...", help=text)
+    whole("--gpus-per-node", default=8, help="number of consecutive ranks per node (default: 8)")
     add("--model", choices=list(DECODERS), default="decoder-7b", help="(default: decoder-7b)")
-    add("--dtype", choices=list(DTYPES), default="bf16", help="of weights (default: bf16)")
+    add("--dtype", choices=list(DTYPES), default="bf16", help="dtype of weights (default: bf16)")
     whole("--global-batch", help="sequences per step, over all ranks (default: 2 per rank)")
-    whole("--sequence-length", help="tokens per sequence (default: the model's)")
-    whole("--microbatches", help="of a pipeline (default: 2 per stage)")
-    reports = "reports of collectives.py, to say how long the collectives take"
-    add("--measured", nargs="+", default=[], metavar="REPORT", help=reports)
-    against = "a report of parallel_sweep.py with the same meshes, to say how far off that is"
-    add("--against", metavar="REPORT", help=against)
+    whole("--sequence-length", help="tokens per sequence (default: that of the model)")
+    whole("--microbatches", help="microbatches of a pipeline (default: 2 per stage)")
+    text = "reports of collectives.py, from which to compute how long the collectives take"
+    add("--measured", nargs="+", default=[], metavar="REPORT", help=text)
+    text = "report of parallel_sweep.py with the same meshes, to compare the computed times with"
+    add("--against", metavar="REPORT", help=text)
     add("--wide", action="store_true", help="print all columns, also on a terminal")
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
@@ -112,13 +116,47 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def plan(args: argparse.Namespace) -> list[Key]:
+    """The key of each mesh and rank. Raises ValueError for settings that do not fit together."""
+    beyond = [rank for rank in args.rank if rank >= args.ranks]
+    if beyond:
+        raise ValueError(f"--rank: expected 0 to {args.ranks - 1}, got {beyond[0]}; e.g. --rank 0")
+    shared = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "optimizer": "adamw",
+        "sequence_length": args.sequence_length or DECODERS[args.model].context,
+        "global_batch": args.global_batch or 2 * args.ranks,
+        "experts": EXPERTS if any(mesh.ep > 1 for mesh in args.mesh) else 0,
+        "gpus_per_node": args.gpus_per_node,
+        "world_size": args.ranks,
+        "ranks": args.ranks,
+        "device": "none",
+        "backend": "fake",
+    }
+    keys = []
+    for mesh in args.mesh:
+        microbatches = (args.microbatches or 2 * mesh.pp) if mesh.pp > 1 else 1
+        for rank in args.rank:
+            keys.append({"mesh": mesh.name, "rank": rank, "microbatches": microbatches, **shared})
+        if problem := misfit(keys[-1]):
+            raise ValueError(problem)
+    sequences, tokens = shared["global_batch"], shared["sequence_length"]
+    needed, free = sequences * tokens * BYTES_PER_TOKEN, free_on_host()
+    if needed > free:
+        batch = f"a global batch of {sequences:,} sequences of {tokens:,} tokens"
+        room = f"{cli.show_size(needed)} bytes of memory here, and {cli.show_size(free)} are free"
+        raise ValueError(f"{batch} needs {room}; e.g. --sequence-length 4096 --global-batch 2048")
+    return keys
+
+
 # [core]
-# What this uses of torch is private. It was seen to work with torch 2.11, 2.14 and 2.15.
+# The parts of torch that this uses are private. They work with torch 2.11, 2.14 and 2.15.
 
 
 @contextmanager
 def fake_world(rank: int, ranks: int) -> Iterator[dist.Store]:
-    """Within it this process is one rank of a job that does not exist. Collectives do nothing."""
+    """Make this process a rank of a job without other processes. Collectives do nothing."""
     store: dist.Store = FakeStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
     try:
@@ -128,14 +166,15 @@ def fake_world(rank: int, ranks: int) -> Iterator[dist.Store]:
 
 
 class ShapesOnly(TorchDispatchMode):
-    """Within it tensors have a shape and no memory, and every collective is told to `listen`.
+    """A mode in which tensors have a shape but no memory, and collectives are reported to `listen`.
 
-    Whole numbers are real, and so is what follows from them alone: positions, masks, splits.
+    Tensors of integers and booleans are real, as long as they only depend on each other: positions,
+    masks, splits.
     """
 
     def __init__(self, listen: Callable[[str, str, int, str], None]) -> None:
-        """listen: called with the name of an operation of c10d, the name of its group, the bytes of
-        what it takes or of what it makes, whichever are more, and the dtype, such as bfloat16."""
+        """listen: called with the name of an operation of c10d, the name of its process group, the
+        bytes of its input or output, whichever is larger, and the dtype, e.g. bfloat16."""
         super().__init__()
         self.listen = listen
         self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -156,12 +195,12 @@ class ShapesOnly(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if set(types) - {FakeTensor}:  # a DTensor: what it does with its local tensor comes here
+        if set(types) - {FakeTensor}:  # a DTensor, which will dispatch on its local tensor
             return NotImplemented
-        if operation.namespace == "prim":  # the device of a tensor, and such
+        if operation.namespace == "prim":  # attributes of a tensor, e.g. its device
             return operation(*args, **kwargs)
         if operation is torch.ops.aten.index_put_.default and types:
-            return args[0]  # FakeTensorMode would ask a mask how many it holds
+            return args[0]  # FakeTensorMode cannot know how many elements a mask selects
         result = None
         if types or makes_floats(operation, args, kwargs):
             result = operation(*args, **kwargs)
@@ -169,11 +208,11 @@ class ShapesOnly(TorchDispatchMode):
             with unset_fake_temporarily():
                 result = operation(*args, **kwargs)
         if operation.namespace in ("c10d", "_c10d_functional"):
-            self.tell(operation, args, result)
+            self.report(operation, args, result)
         return result
 
-    def tell(self, operation: Any, args: Sequence[Any], result: Any) -> None:
-        """Say what an operation of c10d is. Those that have no group only wait."""
+    def report(self, operation: Any, args: Sequence[Any], result: Any) -> None:
+        """Call `listen` for an operation of c10d. Operations without a group only wait."""
         values = dict(zip((a.name for a in operation._schema.arguments), args, strict=False))
         group = values.get("group_name")
         if "process_group" in values:
@@ -186,7 +225,7 @@ class ShapesOnly(TorchDispatchMode):
 
 
 def makes_floats(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it makes tensors of floats out of none."""
+    """Whether an operation creates floating-point tensors, without taking any tensor."""
     if tensors_in((args, kwargs)):
         return False
     made = tensors_in(operation(*args, **kwargs))
@@ -194,8 +233,11 @@ def makes_floats(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def chunks_alike(whole: Tensor, count: int, dim: int) -> list[Tensor]:
-    """A weight without memory in `count` chunks. FSDP takes one of them, and to make a thousand
-    takes a while: here one stands for all that are as long. The last ones may be empty."""
+    """Split a weight into `count` chunks, the last of which may be empty.
+
+    FSDP only uses one of them. Since chunks have no memory, all chunks of a length are the same
+    tensor: creating a thousand views would take long.
+    """
     size = whole.shape[dim]
     length = -(-size // count)  # rounded up, as in torch.chunk
     full, rest = divmod(size, max(1, length))
@@ -209,14 +251,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def bytes_of(tree: Any) -> int:
-    """The bytes that this rank has of the tensors in nested lists."""
-    return sum(local(tensor).nbytes for tensor in tensors_in(tree))
+    """Bytes of the tensors in nested lists. For a DTensor, those of this rank."""
+    tensors = tensors_in(tree)
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
 # [/core]
@@ -224,29 +262,29 @@ def bytes_of(tree: Any) -> int:
 
 @dataclass
 class Step:
-    """What one rank sends in a step and holds after it."""
+    """What one rank sends in a step and stores after it."""
 
     calls: Calls
-    ranks: dict[str, list[int]]  # of this rank's group, by axis
-    held_bytes: dict[str, int]  # parameters, gradients, optimizer
-    dtypes: dict[Call, str] = field(default_factory=dict)  # of the tensors, such as bfloat16
+    ranks: dict[str, list[int]]  # axis -> the ranks of this rank's group
+    held_bytes: dict[str, int]  # of parameters, gradients and optimizer
+    dtypes: dict[Call, str] = field(default_factory=dict)  # e.g. bfloat16
 
     def dtype_of(self, axis: str, collective: str, size: int) -> str:
-        """The dtype of a call; of a send or receive for a sendrecv."""
+        """The dtype of a call. For a sendrecv it is that of a send or receive."""
         names = MESSAGES if collective == "sendrecv" else (collective,)
         return next((d for name in names if (d := self.dtypes.get((axis, name, size)))), "")
 
 
-def play(key: Key) -> Step:
-    """Train as the rank of a key in a world that does not exist, and look at one step."""
-    rank, ranks, nodes = key["rank"], key["world_size"], key["gpus_per_node"]
+def simulate(key: Key) -> Step:
+    """Train as the rank of a key, without the other ranks, and record one step."""
+    rank, ranks, per_node = key["rank"], key["world_size"], key["gpus_per_node"]
     with fake_world(rank, ranks) as store:
-        job = Job(rank, rank % nodes, ranks, nodes, torch.device("cpu"), "fake", store)
-        return look_at_a_step(key, job)
+        job = Job(rank, rank % per_node, ranks, per_node, torch.device("cpu"), "fake", store)
+        return record_step(key, job)
 
 
-def look_at_a_step(key: Key, job: Job) -> Step:
-    from benchmarks.workloads.axes import train  # takes seconds: --help does not wait for it
+def record_step(key: Key, job: Job) -> Step:
+    from benchmarks.workloads.axes import train  # takes seconds to import; --help does not wait
 
     mesh = parse_mesh(key["mesh"])
     world: Any = dist.group.WORLD
@@ -274,8 +312,8 @@ def look_at_a_step(key: Key, job: Job) -> Step:
 
 
 def steps_before(mesh: Mesh) -> int:
-    """Number of steps before the one that is counted, which is like all later ones. DDP chooses its
-    buckets anew in the second step, and a pipeline sets up its stages in the first one."""
+    """Number of steps before the one that is counted, so that it is like all later ones. DDP
+    rebuilds its buckets in the second step, and a pipeline sets up its stages in the first one."""
     return 2 if mesh.ddp else int(mesh.pp > 1)
 
 
@@ -284,7 +322,7 @@ def adamw(model: Module) -> torch.optim.Optimizer:
 
 
 def groups_of(meshes: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    """The axis and the ranks of each of this rank's groups, by the group's name."""
+    """Name of a process group of this rank -> its axis and its ranks."""
     groups = {}
     for device_mesh in meshes.values():
         names = device_mesh.mesh_dim_names
@@ -300,12 +338,12 @@ def collective_of(operation: str) -> str:
     for name in (*COLLECTIVES, *MESSAGES):
         if name.replace("_", "") in word:
             return name
-    raise ValueError(f"{operation} is no collective that this script knows")
+    raise ValueError(f"unknown collective {operation}")
 
 
 def held_by(trainer: "Trainer") -> dict[str, int]:
-    """The bytes that a rank holds after a step. The optimizer's numbers, such as AdamW's count of
-    steps, are left out."""
+    """The bytes that a rank stores after a step, without scalars of the optimizer, such as AdamW's
+    step count."""
     weights = list(trainer.model.parameters())
     states = tensors_in([*trainer.optimizer.state.values()])
     return {
@@ -316,18 +354,20 @@ def held_by(trainer: "Trainer") -> dict[str, int]:
 
 
 def case_of(key: Key, title: str, alone: Alone, swept: Sequence[Case]) -> Case:
-    """A mesh that this torch cannot play fails; the others go on. alone: what collectives.py has
-    measured; swept: the cases of parallel_sweep.py."""
+    """Simulate a mesh. If this version of torch cannot, the case fails.
+
+    alone: the times that collectives.py has measured. swept: the cases of parallel_sweep.py.
+    """
     name = f"{key['mesh']}, rank {key['rank']}"
-    print(f"# plays {name}", file=sys.stderr, flush=True)
+    print(f"# simulating {name}", file=sys.stderr, flush=True)
     case = Case(key=key, ranks=[key["rank"]], check=NOT_RUN, name=name, table=title)
     try:
-        step = play(key)
+        step = simulate(key)
         case.metrics = derive(key, step)
         if alone:
             case.metrics |= timed(key, step, alone)
         if swept:
-            case.metrics |= beside(key, case.metrics, swept)
+            case.metrics |= compared(key, case.metrics, swept)
     except Exception as error:
         case.check = f"failed: {cli.describe(error)}"
     return case
@@ -339,8 +379,8 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def derive(key: Key, step: Step) -> dict[str, Any]:
-    """The metrics of a case. ring_bytes: what the rank sends if its collectives are rings. It does
-    not send what it receives from one other rank."""
+    """The metrics of a case. ring_bytes: bytes that the rank sends if its collectives are rings.
+    What it receives from a single rank, by recv, does not count."""
     tokens = key["global_batch"] * key["sequence_length"]
     flops = flops_per_token(config_of(key)) * tokens / key["world_size"]
     m: dict[str, Any] = {"flops": flops, "ring_bytes": 0.0, "all_bytes": 0}
@@ -352,7 +392,7 @@ def derive(key: Key, step: Step) -> dict[str, Any]:
         m |= {f"{axis}_ranks": len(ranks), f"{axis}_nodes": len(nodes)}
         if len(nodes) > 1:
             across.append(axis)
-    totals: Counter[str] = Counter()  # of each axis, and of each collective of an axis
+    totals: Counter[str] = Counter()  # per axis, and per axis and collective
     for (axis, collective, size), count in step.calls.items():
         for name in (axis, f"{axis}_{collective}"):
             totals[f"{name}_calls"] += count
@@ -363,7 +403,7 @@ def derive(key: Key, step: Step) -> dict[str, Any]:
     return m | totals | {"across_nodes": ", ".join(across)}
 
 
-# -- how long it takes: what collectives.py has measured -------------------------------------------
+# -- times of the collectives, from reports of collectives.py --------------------------------------
 
 
 def read(flag: str, path: str) -> Report:
@@ -374,8 +414,8 @@ def read(flag: str, path: str) -> Report:
 
 
 def read_measured(paths: Sequence[str]) -> Alone:
-    """The times in reports of collectives.py, all on one kind of device. A later report adds to an
-    earlier one. Raises ValueError with one line."""
+    """The times in reports of collectives.py, all on one kind of device. Later reports add to
+    earlier ones. Raises ValueError with one line."""
     found: dict[tuple[str, Layout, str], dict[int, Estimate]] = {}
     kinds: dict[tuple[Any, Any], str] = {}
     for path in paths:
@@ -401,10 +441,11 @@ def read_measured(paths: Sequence[str]) -> Alone:
 
 
 def timed(key: Key, step: Step, alone: Alone) -> dict[str, Any]:
-    """Seconds of the collectives of a step on each axis, and of all, one after the other.
+    """Seconds of the collectives of a step, for each axis and in total, as if they ran one after
+    the other.
 
-    An axis of which a collective was not measured on such a group or around such a size has no
-    time: `{axis}_missing` says which one, and the command that measures it.
+    An axis has no time if one of its collectives was not measured on such a group or around such a
+    size. `{axis}_missing` then names the collective and the command that measures it.
     """
     m: dict[str, Any] = {}
     parts: list[Estimate] = []
@@ -412,11 +453,11 @@ def timed(key: Key, step: Step, alone: Alone) -> dict[str, Any]:
         layout = layout_of(rank // key["gpus_per_node"] for rank in step.ranks[axis])
         of_axis: list[Estimate] = []
         lacking: dict[Call, str] = {}
-        others: dict[str, None] = {}  # what was measured with another dtype
+        others: dict[str, None] = {}  # collectives that were measured with another dtype
         for call, count in messages_once(step.calls, axis).items():
             _, collective, size = call
             dtype = step.dtype_of(*call)
-            if sum(layout) == 1:  # a copy at most
+            if sum(layout) == 1:  # a group of one rank: at most a copy
                 continue
             try:
                 one, used = time_alone(alone, collective, layout, dtype, size)
@@ -439,7 +480,7 @@ def timed(key: Key, step: Step, alone: Alone) -> dict[str, Any]:
 
 
 def messages_once(calls: Calls, axis: str) -> Calls:
-    """The calls on an axis. A send and a receive of one size are one sendrecv, which does both."""
+    """The calls on an axis. A send and a receive of the same size become one sendrecv."""
     found: Calls = Counter()
     for (of, collective, size), count in calls.items():
         if of == axis and collective in MESSAGES:
@@ -453,20 +494,20 @@ def messages_once(calls: Calls, axis: str) -> Calls:
 def why_missing(
     key: Key, step: Step, axis: str, layout: Layout, lacking: Mapping[Call, str]
 ) -> str:
-    """Which collective has no time, why, and the command of collectives.py that measures it."""
+    """Names a collective without a time, the reason, and the command that measures it."""
     (_, collective, size), why = next(iter(lacking.items()))
     more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
     names = [name for name in OPERATIONS if name in {call[1] for call in lacking}]
     sizes = [call[2] for call in lacking]
     dtypes = dict.fromkeys(step.dtype_of(*call) or "float32" for call in lacking)
-    spread, ranks_a_node = len(layout) > 1, layout[0]
+    spread, ranks_per_node = len(layout) > 1, layout[0]
     words = ["torchrun", *(["--nnodes", str(len(layout))] if spread else []), "--nproc-per-node"]
-    if spread and set(layout) == {1} and key["gpus_per_node"] > 1:  # a rail each
+    if spread and set(layout) == {1} and key["gpus_per_node"] > 1:  # each group is a rail
         words += [str(key["gpus_per_node"]), "benchmarks/collectives.py", "--groups", "cross"]
     else:
-        words += [str(ranks_a_node), "benchmarks/collectives.py"]
-        if set(layout) != {ranks_a_node}:
-            firsts = [node * ranks_a_node for node in range(len(layout))]
+        words += [str(ranks_per_node), "benchmarks/collectives.py"]
+        if set(layout) != {ranks_per_node}:
+            firsts = [node * ranks_per_node for node in range(len(layout))]
             parts = zip(firsts, layout, strict=True)
             words += ["--groups", ",".join(f"{at}-{at + count - 1}" for at, count in parts)]
     words += ["--collective", ",".join(names), "-d", ",".join(dtypes)]
@@ -477,8 +518,8 @@ def why_missing(
 
 
 def read_swept(path: str) -> list[Case]:
-    """The cases of a report of parallel_sweep.py that were timed without each axis. Raises
-    ValueError with one line."""
+    """The cases of a report of parallel_sweep.py that have a breakdown by axis. Raises ValueError
+    with one line."""
     report = read("--against", path)
     if report.benchmark != "parallel_sweep":
         what = f"expected a report of parallel_sweep.py, got one of {report.benchmark}.py"
@@ -491,15 +532,17 @@ def read_swept(path: str) -> list[Case]:
     return cases
 
 
-def beside(key: Key, metrics: Mapping[str, Any], swept: Sequence[Case]) -> dict[str, Any]:
-    """What parallel_sweep.py has measured for this mesh: the exposed seconds of each axis, and how
-    many times as long as `timed` says."""
+def compared(key: Key, metrics: Mapping[str, Any], swept: Sequence[Case]) -> dict[str, Any]:
+    """The exposed time of each axis of this mesh, as parallel_sweep.py has measured it, and its
+    ratio to the computed time."""
     of_mesh = [case.key for case in swept if case.key["mesh"] == key["mesh"]]
     if not of_mesh:
-        return {"not_compared": "the sweep has no such mesh"}
-    apart = [name for name in (*SAME, "world_size") if of_mesh[0].get(name) != key[name]]
-    if apart:
-        pairs = [f"{name} {of_mesh[0].get(name)} in the sweep, {key[name]} here" for name in apart]
+        return {"not_compared": "the sweep did not measure this mesh"}
+    different = [name for name in (*SAME, "world_size") if of_mesh[0].get(name) != key[name]]
+    if different:
+        pairs = [
+            f"{name} {of_mesh[0].get(name)} in the sweep, {key[name]} here" for name in different
+        ]
         return {"not_compared": "; ".join(pairs)}
     measured = next(case for case in swept if case.key is of_mesh[0]).metrics
     found: dict[str, Any] = {}
@@ -515,7 +558,7 @@ def beside(key: Key, metrics: Mapping[str, Any], swept: Sequence[Case]) -> dict[
     return found
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- the table and the lines below it --------------------------------------------------------------
 
 
 def columns_of(axes: list[str], has_times: bool) -> Columns:
@@ -540,7 +583,7 @@ def columns_of(axes: list[str], has_times: bool) -> Columns:
 
 
 def axes_of(cases: list[Case]) -> list[str]:
-    """The axes on which a rank of these cases talks."""
+    """The axes on which a rank of these cases communicates."""
     names = dict.fromkeys(name for case in cases for name in case.metrics)
     return [name.removesuffix("_ranks") for name in names if name.endswith("_ranks")]
 
@@ -559,28 +602,53 @@ def axis_line(case: Case, axis: str) -> str:
 
 
 def lines_of_times(case: Case) -> list[str]:
-    """Which times are missing or of another dtype, and how far off the others are."""
+    """Axes without a time or with the time of another dtype, and the comparison with the sweep."""
     lines, m = [], case.metrics
     for axis in axes_of([case]):
         if why := m.get(f"{axis}_missing"):
-            lines.append(f"{axis} has no time: {why}")
+            lines.append(f"no time for {axis}: {why}")
         if other := m.get(f"{axis}_other_dtype"):
             lines.append(f"{axis}: {other}")
     for axis in parse_mesh(case.key["mesh"]).axes:
         if exposed_s := m.get(f"{axis}_exposed_s"):
             ratio = m.get(f"{axis}_exposed_over_alone")
-            off = (
-                f"exposed / alone = {ratio.text(digits=2)}" if ratio else "maybe none, so no ratio"
+            alone = f"the collectives of {axis} take {m[f'{axis}_alone_s']} alone"
+            exposed = f"parallel_sweep.py measured {exposed_s} as exposed"
+            end = (
+                f": exposed / alone = {ratio.text(digits=2)}"
+                if ratio
+                else ", which may be 0: no ratio"
             )
-            alone = f"{axis} takes {m[f'{axis}_alone_s']} by its collectives alone"
-            lines.append(f"{alone}, and exposes {exposed_s} in parallel_sweep.py: {off}")
+            lines.append(f"{alone}; {exposed}{end}")
     if why := m.get("not_compared"):
         lines.append(f"not compared with parallel_sweep.py: {why}")
     return [f"{case.name}: {line}" for line in lines]
 
 
+def answer(cases: list[Case]) -> str | None:
+    """Which mesh sends the least. Bytes are counted, so there is no uncertainty."""
+    sent: dict[str, tuple[float, int]] = {}  # mesh -> bytes of the rank that sends the most
+    for case in cases:
+        mine = (case.metrics["ring_bytes"], case.metrics["all_bytes"])
+        mesh = case.key["mesh"]
+        sent[mesh] = max(sent.get(mesh, mine), mine)
+    if not sent:
+        return None
+    least, *others = sorted(sent, key=lambda mesh: sent[mesh])
+    meshes = least
+    if others and sent[others[-1]] == sent[least]:
+        meshes, others = f"all {len(sent)} meshes", []
+    ring, size = map(cli.show_size, sent[least])
+    sentence = f"with ring algorithms, a rank sends {ring} bytes per step under {meshes}"
+    sentence += f" ({size} in collectives)"
+    if others:
+        ring, size = map(cli.show_size, sent[others[-1]])
+        sentence += f", the least; the most is {ring} under {others[-1]} ({size})"
+    return sentence
+
+
 def answer_in_seconds(cases: list[Case]) -> str | None:
-    """How long the collectives of a step take under each mesh: of the rank where it is longest."""
+    """How long the collectives of a step take under each mesh, on the rank that takes longest."""
     longest: dict[str, Estimate] = {}
     for case in cases:
         if time := case.metrics.get("communication_s"):
@@ -593,7 +661,7 @@ def answer_in_seconds(cases: list[Case]) -> str | None:
 
 
 def answer_off(cases: list[Case]) -> str | None:
-    """How many times the computed time parallel_sweep.py has measured as exposed, on each axis."""
+    """The ratio of the exposed time in parallel_sweep.py to the computed time, for each axis."""
     off = []
     for case in cases:
         for axis in parse_mesh(case.key["mesh"]).axes:
@@ -602,62 +670,8 @@ def answer_off(cases: list[Case]) -> str | None:
     return f"exposed in parallel_sweep.py / these times: {'; '.join(off)}" if off else None
 
 
-def answer(cases: list[Case]) -> str | None:
-    """Which mesh sends the least. Bytes are counted, so the answer is sure."""
-    sent: dict[str, tuple[float, int]] = {}  # by mesh: of the rank that sends the most
-    for case in cases:
-        mine = (case.metrics["ring_bytes"], case.metrics["all_bytes"])
-        mesh = case.key["mesh"]
-        sent[mesh] = max(sent.get(mesh, mine), mine)
-    if not sent:
-        return None
-    least, *others = sorted(sent, key=lambda mesh: sent[mesh])
-    ring, size = map(cli.show_size, sent[least])
-    sentence = f"a rank of {least} sends {ring} bytes a step in rings (its collectives have {size})"
-    if others and sent[others[-1]] == sent[least]:
-        sentence += f", under all {len(sent)} meshes"
-    elif others:
-        ring, size = map(cli.show_size, sent[others[-1]])
-        sentence += f", the least; a rank of {others[-1]} {ring} ({size})"
-    return sentence
-
-
-def plan(args: argparse.Namespace) -> list[Key]:
-    """The key of each mesh and rank. Raises ValueError for what cannot be."""
-    beyond = [rank for rank in args.rank if rank >= args.ranks]
-    if beyond:
-        raise ValueError(f"--rank: expected 0 to {args.ranks - 1}, got {beyond[0]}; e.g. --rank 0")
-    shared = {
-        "model": args.model,
-        "dtype": args.dtype,
-        "optimizer": "adamw",
-        "sequence_length": args.sequence_length or DECODERS[args.model].context,
-        "global_batch": args.global_batch or 2 * args.ranks,
-        "experts": EXPERTS if any(mesh.ep > 1 for mesh in args.mesh) else 0,
-        "gpus_per_node": args.gpus_per_node,
-        "world_size": args.ranks,
-        "ranks": args.ranks,
-        "device": "none",
-        "backend": "fake",
-    }
-    keys = []
-    for mesh in args.mesh:
-        microbatches = (args.microbatches or 2 * mesh.pp) if mesh.pp > 1 else 1
-        for rank in args.rank:
-            keys.append({"mesh": mesh.name, "rank": rank, "microbatches": microbatches, **shared})
-        if problem := misfit(keys[-1]):
-            raise ValueError(problem)
-    sequences, tokens = shared["global_batch"], shared["sequence_length"]
-    needed, free = sequences * tokens * BYTES_A_TOKEN, free_on_host()
-    if needed > free:
-        batch = f"a global batch of {sequences:,} sequences of {tokens:,} tokens"
-        room = f"{cli.show_size(needed)} bytes of memory here, and {cli.show_size(free)} are free"
-        raise ValueError(f"{batch} takes {room}; e.g. --sequence-length 4096 --global-batch 2048")
-    return keys
-
-
 def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """What a report says of the job. It has no devices."""
+    """The job as a report describes it, without devices."""
     return {
         "version": cli.version(),
         "torch": torch.__version__,
@@ -683,15 +697,15 @@ def main() -> int:
         cli.refuse(str(error))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     print(cli.first_lines())
-    print(f"# PyTorch {torch.__version__}; {args.ranks:,} ranks are played, none is there")
+    print(f"# PyTorch {torch.__version__}; simulates a job of {count_of(args.ranks, 'rank')}")
     title = "a rank's step: {model}, {sequence_length} tokens, global batch {global_batch}, "
     title = (title + "{dtype}, {optimizer}").format(**keys[0])
     print(f"\n{title}\n")
     for key in keys:
         report.add(case_of(key, title, alone, swept))
-    played = [case for case in report.cases if not case.failed]
-    axes = axes_of(played)
-    print(render(columns_of(axes, bool(alone)), played, room), end="\n\n")
+    simulated = [case for case in report.cases if not case.failed]
+    axes = axes_of(simulated)
+    print(render(columns_of(axes, bool(alone)), simulated, room), end="\n\n")
     for case in report.cases:
         if case.failed:
             print(folded(f"{case.name}: {case.check}", room))
@@ -702,14 +716,14 @@ def main() -> int:
             print(folded(line, room))
     for line in report_lines(report.path, replaced):
         print(f"# {line}")
-    sentences = [find(played) for find in (answer, answer_in_seconds, answer_off)]
+    sentences = [find(simulated) for find in (answer, answer_in_seconds, answer_off)]
     answers = [sentence for sentence in sentences if sentence]
     if answers:
         print()
     for sentence in answers:
         print(folded(sentence, room))
-    lacks = [case for case in played if alone and "communication_s" not in case.metrics]
-    status = "complete" if len(played) == len(keys) and not lacks else "failed"
+    lacks = [case for case in simulated if alone and "communication_s" not in case.metrics]
+    status = "complete" if len(simulated) == len(keys) and not lacks else "failed"
     report.finish(status, answer=answers)
     return int(status != "complete")
 

@@ -68,7 +68,7 @@ def main(meshes: list[str]) -> int:
     dist.destroy_process_group()
     status = 0
     for key, calls, held in records if rank == ranks - 1 else []:
-        step = traffic.play(key)
+        step = traffic.simulate(key)
         played: traffic.Calls = Counter()
         for (axis, collective, size), count in step.calls.items():
             name = "all_reduce" if collective == "reduce_scatter" else collective

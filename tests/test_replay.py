@@ -52,7 +52,7 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
     lines = [
         "# 1 x sparse_all_reduce of default_pg: this operation is not replayed",
         "# 1 x all_reduce of other: the ranks of its group are not recorded",
-        "# 1 x all_reduce of default_pg: not recorded alike on every rank of its group",
+        "# 1 x all_reduce of default_pg: not recorded equally often on all ranks of its group",
         "# not replayed: 3 of 15",
     ]
     assert "\n".join(lines) in run.out
@@ -97,7 +97,9 @@ def test_another_order_on_one_rank_is_refused(bench: Callable[..., Any], tmp_pat
         (tmp_path / path.name).write_text(json.dumps(trace))
     run = bench(SCRIPT, str(tmp_path), *SHORT)
     assert run.status != 0
-    assert "12 x all_reduce of default_pg: in another order on rank 1 than on rank 0;" in run.err
+    assert (
+        "12 x all_reduce of default_pg: in a different order on rank 1 than on rank 0;" in run.err
+    )
 
 
 @pytest.mark.faults

@@ -1,4 +1,4 @@
-"""Do n ranks train as one process does? Their losses are compared on the same batches."""
+"""Check parallel training: compare its losses with those of one process on the same batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,16 +9,14 @@ import torch
 from torch import nn
 
 CHECKED_STEPS = 3
-
-
-# The learning rate lets the loss fall by this fraction in the first step, as the gradient predicts.
-# With a fall so large a wrong gradient shows.
+# The learning rate is chosen so that the first step lowers the loss by this fraction, to first
+# order: large enough for a wrong gradient to show in the losses.
 FALL = 0.1
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Training in one process: losses [steps][batches], norms of the gradient [steps]."""
+    """Training in one process. losses: [steps][batches]. norms: of the gradient, [steps]."""
 
     lr: float
     losses: list[list[float]]
@@ -36,10 +34,12 @@ def train_alone(
     weights: Sequence[float] = (1.0,),
     optimize: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> Reference:
-    """Train on all batches. The loss is the weighted sum of the batches' losses.
+    """Train for CHECKED_STEPS steps in this process, on all batches in each step.
 
-    optimize: makes the optimizer from the parameters; by default `sgd`, with the rate lr = FALL *
-    |loss| / |gradient|^2 of the first step: to first order the loss falls by FALL.
+    weights: the loss of a step is the weighted sum of the losses of the batches.
+    optimize: creates the optimizer from the parameters. By default it is `sgd` with the learning
+    rate FALL * |loss| / |gradient|^2 of the first step, which lowers the loss by the fraction FALL
+    to first order.
     """
     optimizer = optimize(model.parameters()) if optimize else sgd(model, 0.0)
     lr = 0.0
@@ -66,14 +66,16 @@ def train_alone(
 def compare_training(
     what: str, got: Sequence[float], want: Sequence[float], tolerance: float
 ) -> str | None:
-    """The first step whose loss or norm differs from that of one process; None if there is none.
+    """Describe the first step in which n ranks differ from one process; None if all agree.
 
-    got, want: [steps], of n ranks and of one process. tolerance: relative to the first one wanted.
+    what: the name of the values, e.g. a loss or a norm.
+    got: the values of n ranks, [steps]. want: those of one process, [steps].
+    tolerance: as a fraction of the first value in `want`.
     """
     scale = max(abs(want[0]), 1e-12)
     for step, (value, wanted) in enumerate(zip(got, want, strict=True), 1):
         error = abs(value - wanted) / scale
-        if not error <= tolerance:  # NaN is not, either
+        if not error <= tolerance:  # NaN also fails
             problem = f"{what} in step {step} is {value:.6g}, in one eager process {wanted:.6g}"
             return f"{problem} ({error:.2%} off, tolerance {tolerance:.2%})"
     return None

@@ -78,7 +78,9 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         ValueError, match=r"fr_0.json: expected the recording of a rank, got (\w+Error|neither)"
     ):
         read(tmp_path, content=content)
-    with pytest.raises(ValueError, match=r"is of 4 ranks, .* has 2; e.g. .*-per-node 4 "):
+    with pytest.raises(
+        ValueError, match=r"is from a job of 4 ranks, .* has 2; e.g. .*-per-node 4 "
+    ):
         read(tmp_path, world_size=4)
 
 
@@ -87,7 +89,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     [
         ({"rank": 1}, "expected the recording of rank 0, got rank 1"),
         ({"rank": "x"}, "rank 'x' instead of a whole number"),
-        ({"world_size": "x"}, "a job of 'x' instead of a whole number"),
+        ({"world_size": "x"}, "world_size 'x' instead of a whole number"),
         ({"steps": 0}, "steps 0 instead of a whole number of 1 or more"),
         ({"steps": -1}, "steps -1 instead"),
         ({"steps": "x"}, "steps 'x' instead"),
@@ -95,12 +97,12 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         ({"ended_ns": 0}, "2 steps in -0.999 s"),
         ({"entries": [3]}, "AttributeError"),
         ({"entries": [entry(time_created_ns=10**19)]}, "an operation after 1e.10 s of steps of"),
-        ({"entries": [entry(sent=-6)]}, "a size of -6 instead"),
-        ({"entries": [entry(sent=1.5)]}, "a size of 1.5 instead"),
-        ({"entries": [entry(collective_seq_id="x")]}, "the number 'x' instead"),
+        ({"entries": [entry(sent=-6)]}, "size -6 instead"),
+        ({"entries": [entry(sent=1.5)]}, "size 1.5 instead"),
+        ({"entries": [entry(collective_seq_id="x")]}, "sequence number 'x' instead"),
         ({"entries": [entry(duration_ms=-1)]}, "an operation that took -0.001 s"),
         ({"groups": {"7": [0, 0]}}, r"a group with the ranks \[0, 0\]"),
-        ({"groups": {"7": ["a", "b"]}}, "a group with rank 'a' instead"),
+        ({"groups": {"7": ["a", "b"]}}, "rank of a group 'a' instead"),
     ],
 )
 def test_a_damaged_recording_is_one_line(tmp_path: Path, changes: Any, reason: str) -> None:
@@ -144,7 +146,7 @@ def test_nothing_is_executed_from_a_pickle(tmp_path: Path, protocol: int) -> Non
         b"(I1\nr\xff\xff\xff\xff.",
     ]
     for data in files:
-        with pytest.raises(ValueError, match=r"^a pickle (of other than plain|with the memo)"):
+        with pytest.raises(ValueError, match=r"^a pickle (that is not plain|with the memo)"):
             replay.plain_pickle(data)
     assert not made.exists()
     (tmp_path / "nccl_trace_rank_0").write_bytes(files[0])
@@ -157,7 +159,7 @@ def plan_of(folder: Path, ranks: int = 2) -> replay.Plan:
     return replay.choose(replay.in_order(recordings))
 
 
-NO_STEPS = "the recording marks no steps: `a step` is all of it"
+NO_STEPS = "the recording does not mark steps: `a step` is the whole recording"
 NO_DURATIONS = "the recording has no durations of operations: `job` is empty"
 
 
@@ -418,7 +420,7 @@ def test_replay_of_one_group() -> None:
         (
             [call()],
             1e10,
-            "the recorded steps took .*, as long as a replay .*; record fewer steps, ",
+            "a replay with gaps takes as long as .*; record fewer steps, ",
         ),
         # both use the same two buffers
         ([call(size=2**40), call(2, 2**40)], 0.01, "the buffers need 2,199,023,255,552 bytes"),

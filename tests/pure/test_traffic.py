@@ -47,7 +47,7 @@ def test_fsdp_gathers_all_weights_twice_and_reduce_scatters_gradients_once(ranks
     """FSDP splits the rows of a weight into chunks of equal length and pads the last ones: nothing
     is padding on 8 ranks, and most of it on 1,000."""
     padded = [-(-size[0] // ranks) * ranks * size.numel() // size[0] for size in SIZES]
-    step = traffic.play(key_of(f"dp{ranks}", ranks))
+    step = traffic.simulate(key_of(f"dp{ranks}", ranks))
     assert totals(step) == {"all_gather": 2 * 4 * sum(padded), "reduce_scatter": 4 * sum(padded)}
     calls = Counter[str]()
     for (_, collective, _), count in step.calls.items():
@@ -60,7 +60,7 @@ def test_fsdp_gathers_all_weights_twice_and_reduce_scatters_gradients_once(ranks
 
 def test_ddp_reduces_all_gradients_and_broadcasts_buffers() -> None:
     """The only buffer is the rotation, [64, 8] of float32. AdamW has two moments per weight."""
-    step = traffic.play(key_of("ddp4", 4))
+    step = traffic.simulate(key_of("ddp4", 4))
     assert totals(step) == {"all_reduce": 4 * WEIGHTS, "broadcast": 4 * 64 * 8}
     held = step.held_bytes
     assert held == {"parameters": 4 * WEIGHTS, "gradients": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}
@@ -69,7 +69,7 @@ def test_ddp_reduces_all_gradients_and_broadcasts_buffers() -> None:
 def test_tensor_parallel_gathers_and_scatters_the_stream() -> None:
     """A gather before and a scatter after each attention and MLP, and as many in the backward pass;
     also after the embedding and before the head."""
-    sums = totals(traffic.play(key_of("tp4", 4, "--global-batch", "4")))
+    sums = totals(traffic.simulate(key_of("tp4", 4, "--global-batch", "4")))
     stream = 4 * 64 * 64 * 4  # sequences, tokens, width, float32
     assert sums["all_gather"] == sums["reduce_scatter"] == (4 * LAYERS + 2) * stream
 
@@ -77,7 +77,7 @@ def test_tensor_parallel_gathers_and_scatters_the_stream() -> None:
 def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
     """One sequence of 64 tokens and width 64 per microbatch, to and from each of two neighbors."""
     flags = ("--rank", "1", "--microbatches", "4", "--global-batch", "4")
-    step = traffic.play(key_of("pp4:1f1b", 4, *flags))
+    step = traffic.simulate(key_of("pp4:1f1b", 4, *flags))
     size = 64 * 64 * 4
     assert step.calls == {("pp", "send", size): 8, ("pp", "recv", size): 8}
 
@@ -88,10 +88,10 @@ def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
 def test_the_counted_step_equals_the_next_one(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Playing only the first steps is faster and counts the same."""
     key = key_of(mesh, 8, "--rank", "7")
-    first = traffic.play(key)
+    first = traffic.simulate(key)
     before = traffic.steps_before(traffic.parse_mesh(mesh))
     monkeypatch.setattr(traffic, "steps_before", lambda mesh: before + 1)
-    assert traffic.play(key) == first
+    assert traffic.simulate(key) == first
 
 
 def test_the_metrics_by_hand() -> None:
@@ -116,12 +116,15 @@ def test_the_answer() -> None:
         return Case(key={"mesh": mesh}, ranks=[0], metrics=metrics)
 
     assert traffic.answer([played("a", 1.5), played("a", 6.25), played("b", 2.75)]) == (
-        "a rank of b sends 2.75G bytes a step in rings (its collectives have 2G), the least; "
-        "a rank of a 6.25G (2G)"
+        "with ring algorithms, a rank sends 2.75G bytes per step under b (2G in collectives), the "
+        "least; the most is 6.25G under a (2G)"
     )
-    alone = "a rank of a sends 1.5G bytes a step in rings (its collectives have 2G)"
-    assert traffic.answer([played("a", 1.5), played("b", 1.5)]) == f"{alone}, under all 2 meshes"
-    assert traffic.answer([played("a", 1.5)]) == alone
+    begin, end = (
+        "with ring algorithms, a rank sends 1.5G bytes per step under",
+        "(2G in collectives)",
+    )
+    assert traffic.answer([played("a", 1.5), played("b", 1.5)]) == f"{begin} all 2 meshes {end}"
+    assert traffic.answer([played("a", 1.5)]) == f"{begin} a {end}"
 
 
 def test_the_table_the_report_and_the_analysis(
@@ -133,7 +136,7 @@ def test_the_table_the_report_and_the_analysis(
     assert traffic.main() == 0
     out, err = capsys.readouterr()
     assert "# dp2, rank 0: dp, 2 ranks on 1 node: all_gather 10 x, 1.754M (bus 898.2K); " in out
-    assert err == "# plays ddp2, rank 0\n# plays dp2, rank 0\n"
+    assert err == "# simulating ddp2, rank 0\n# simulating dp2, rank 0\n"
     runs = load_runs([path])
     assert page.where(runs[0]) == "ranks: 2, nodes: 1"
     (table,) = page.benchmark(runs).tables
@@ -300,15 +303,15 @@ def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
     first = scan(tmp_path / "a.jsonl", "all_gather")
     words: tuple[str, ...] = ("--mesh", "dp2", "--measured", first)
     assert run(monkeypatch, *words) == 1
-    assert "dp2, rank 0: dp has no time: reduce_scatter of " in capsys.readouterr().out
+    assert "dp2, rank 0: no time for dp: reduce_scatter of " in capsys.readouterr().out
     second = scan(tmp_path / "b.jsonl", "reduce_scatter")
     swept = reports.write(tmp_path / "s.jsonl", swept_case("dp2"), benchmark="parallel_sweep")
     report = tmp_path / "report.jsonl"
     words = (*words, second, "--against", swept, "--json", str(report))
     assert run(monkeypatch, *words) == 0
     out = capsys.readouterr().out
-    assert "# dp2, rank 0: dp takes 15.0 ms (13.5 to 16.5) by its collectives alone, and " in out
-    assert "exposes 30.0 ms (20.0 to 40.0) in parallel_sweep.py: exposed / alone = 2.00 " in out
+    assert "# dp2, rank 0: the collectives of dp take 15.0 ms (13.5 to 16.5) alone; " in out
+    assert "parallel_sweep.py measured 30.0 ms (20.0 to 40.0) as exposed: exposed / alone = " in out
     assert " = 2.00 (1.21 to 2.96)\n" in out
     assert out.endswith(
         "# one after the other, the collectives of a step take 15.0 ms (13.5 to 16.5) under dp2\n"
@@ -327,9 +330,7 @@ def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
     none["metrics"]["exposed_dp_s"] = estimate(0.01, -0.01, 0.03)
     other = reports.write(tmp_path / "n.jsonl", none, benchmark="parallel_sweep")
     assert run(monkeypatch, *words[:4], second, "--against", other) == 0
-    assert (
-        "(-10.0 to 30.0) in parallel_sweep.py: maybe none, so no ratio\n" in capsys.readouterr().out
-    )
+    assert " (-10.0 to 30.0) as exposed, which may be 0: no ratio\n" in capsys.readouterr().out
     # times of gloo and nccl cannot be mixed
     third = scan(tmp_path / "c.jsonl", "all_reduce", backend="nccl", device="cuda")
     with pytest.raises(SystemExit):
