@@ -1,4 +1,4 @@
-"""Is there enough memory for the buffers of a case?"""
+"""Refuse a case whose buffers do not fit into the memory of a device or host."""
 
 import contextlib
 from pathlib import Path
@@ -12,9 +12,10 @@ from common.groups import Job
 
 
 def check_room(needed: int, job: Job, environment: dict[str, Any], flag: str) -> None:
-    """Raises ValueError where the ranks of a device or host cannot have `needed` bytes each.
+    """Raise ValueError if the ranks of a device (or host) cannot allocate `needed` bytes each.
 
-    environment: that of the report. flag: the one whose value is too large.
+    environment: of the report, which tells how many ranks share a device. flag: the flag whose
+    value determines the size, for the message.
     """
     if job.device.type == "cuda":
         place = "device"
@@ -31,10 +32,10 @@ def check_room(needed: int, job: Job, environment: dict[str, Any], flag: str) ->
 
 
 def free_on_host() -> int:
-    """Bytes that are free on the host, or within the limit of this process's cgroup."""
+    """Free bytes on the host, or within the memory limit of this process's cgroup."""
     free = psutil.virtual_memory().available
     cgroup = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup of ours, or no limit: `max`
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or no limit: `max`
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         free = min(free, max(0, limit - used))
