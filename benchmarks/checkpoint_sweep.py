@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""What does a checkpoint cost the training, by each way to save it and on each storage?
+"""How much training time does a checkpoint cost, by method and storage, and how long is a restart?
 
-It trains a decoder under FSDP2 or DDP with AdamW, and writes a checkpoint again and again. While an
-asynchronous mode uploads its checkpoint, the training goes on, and its steps may be slower.
+The script trains a decoder with AdamW under FSDP2 or DDP and writes checkpoints repeatedly. While
+an asynchronous mode uploads its checkpoint, training continues, possibly with slower steps.
 
-    blocked   seconds until the call that saves returns, which includes making the state dict
-    upload    seconds from that call until all of the checkpoint is on disk, with fsync
-    saving    seconds of the call that saves and of the steps beside the upload
+    blocked   seconds until the save call returns, including the creation of the state dict
+    upload    seconds from that call until the whole checkpoint is on disk (fsync)
+    saving    seconds of the save call and of the steps during the upload
     alone     seconds of the same number of steps when nothing is saved
-    stall     what the training loses: saving - alone
-    gmean     geometric mean over checkpoints, if there are 6 or more; otherwise the median
-    cost      stall / --every: what the training loses with a checkpoint every so many seconds
-    load      seconds until model and optimizer have the newest checkpoint again, the other half of
-              its price: read (the files), distribute (plans, or parts of the full state to ranks)
-              and apply (into model and optimizer). `from disk`: the page cache was dropped before
+    stall     training time lost: saving - alone
+    gmean     geometric mean over checkpoints if there are at least 6, otherwise the median
+    cost      stall / --every: share of training time lost to checkpoints
+    load      seconds until model and optimizer are restored from the most recent checkpoint: read
+              (the files), distribute (load plans, or parts of the full state to ranks) and apply
+              (into model and optimizer). The page cache is dropped before each load
 
     torchrun --nproc-per-node 2 benchmarks/checkpoint_sweep.py
     torchrun --nproc-per-node 2 benchmarks/checkpoint_sweep.py --modes all --strategy fsdp2,ddp
     torchrun --nproc-per-node 8 benchmarks/checkpoint_sweep.py --model decoder-1.3b \\
         --paths /scratch/x,/nfs/x --every 600 --json report.jsonl
 
-All files go into new folders, which are removed at the end. docs/checkpoint_sweep.md says how to
-read the table. Written for this project, BSD-3-Clause: copy the mode that you need.
+All files are written into new folders, which are removed at the end. docs/checkpoint_sweep.md
+explains the tables. Written for this project, BSD-3-Clause: copy the mode that you need.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import numpy as np
@@ -60,7 +60,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree  # private; seen to work with torch 2.11, 2.14 and 2.15
 
-if __name__ == "__mp_main__":  # the process that writes for async-process, where torch logs a lot
+if __name__ == "__mp_main__":  # the writing process of async-process, where torch logs warnings
     logging.disable(logging.WARNING)
 
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
@@ -74,32 +74,31 @@ from common.stats import Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import RankTimes, Workload, rule_reached
 
-IDLE_STEPS = 4  # before an asynchronous checkpoint: what a step takes when nothing is saved
-FROM_DISK = 0.9  # a load is from disk if at least this share of the state was read from there
-CPU_TOKENS = 32  # of a sequence on the CPU
+IDLE_STEPS = 4  # steps timed before an asynchronous checkpoint, while nothing is saved
+FROM_DISK = 0.9  # minimum share of the state that a load `from disk` reads from the device
+CPU_TOKENS = 32  # tokens per sequence on the CPU
 DEFAULT_MODES = ["torch.save", "dcp.save", "async-thread"]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of = parser.add_argument, cli.list_of
-    modes = f"{', '.join(MODES)}, or all (default: {','.join(DEFAULT_MODES)})"
-    mode_list = list_of(str, tuple(MODES))
-    add("--modes", type=mode_list, default=DEFAULT_MODES, metavar="M", help=modes)
-    strategies = "fsdp2, ddp or both (default: fsdp2)"
-    add("--strategy", type=list_of(str, ("fsdp2", "ddp")), default=["fsdp2"], help=strategies)
-    paths = "new or empty folders to save into (default: a new one in TMPDIR)"
-    add("--paths", "--path", type=list_of(str), metavar="PATH", help=paths)
-    every = "checkpoint interval in seconds, for `cost` (default: 600)"
-    add("--every", type=cli.positive_float, default=600.0, metavar="S", help=every)
-    model = f"{', '.join(DECODERS)} (default: %(default)s)"
+    text = f"save methods: {', '.join(MODES)} or all (default: {','.join(DEFAULT_MODES)})"
+    modes = list_of(str, tuple(MODES))
+    add("--modes", type=modes, default=DEFAULT_MODES, metavar="M", help=text)
+    text = "fsdp2, ddp or both (default: fsdp2)"
+    add("--strategy", type=list_of(str, ("fsdp2", "ddp")), default=["fsdp2"], help=text)
+    text = "new or empty folders to save into, on all nodes (default: a new one in TMPDIR)"
+    add("--paths", "--path", type=list_of(str), metavar="PATH", help=text)
+    text = "checkpoint interval in seconds, for `cost` (default: 600)"
+    add("--every", type=cli.positive_float, default=600.0, metavar="S", help=text)
+    text = f"{', '.join(DECODERS)} (default: %(default)s)"
     default = cli.By("decoder-124m", "decoder-10m")
-    add("--model", choices=list(DECODERS), default=default, metavar="NAME", help=model)
-    batch = f"sequences per rank and step, {CPU_TOKENS} tokens long on the CPU "
-    batch += "(default: %(default)s)"
-    add("--batch-size", type=cli.positive_int, default=cli.By(8, 1), metavar="N", help=batch)
-    loads = "loads of the newest checkpoint, within --max-seconds (default: 7)"
-    add("--loads", type=cli.positive_int, default=7, metavar="N", help=loads)
+    add("--model", choices=list(DECODERS), default=default, metavar="NAME", help=text)
+    text = f"sequences per rank and step, of {CPU_TOKENS} tokens on the CPU (default: %(default)s)"
+    add("--batch-size", type=cli.positive_int, default=cli.By(8, 1), metavar="N", help=text)
+    text = "maximum number of loads of the last checkpoint, within --max-seconds (default: 7)"
+    add("--loads", type=cli.positive_int, default=7, metavar="N", help=text)
     cli.add_common_flags(parser, min_iters=6)
     return parser.parse_args(argv)
 
@@ -110,10 +109,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class State:
-    """What a checkpoint holds: a model and its optimizer.
+    """The content of a checkpoint, a model and its optimizer, and the groups to save it with.
 
-    group: gloo, for the collectives of saving alone. On the group of the training they would meet
-    the collectives of the steps beside an upload. training: that group.
+    group: a gloo group that only saving and loading use. On the group of the training their
+    collectives could interleave with those of the steps during an upload. training: the group of
+    the training, which distributes a loaded state under DDP.
     """
 
     model: Any
@@ -124,13 +124,13 @@ class State:
     stager: DefaultStager | None = None  # of `async_save`
 
     def dicts(self, **options: Any) -> dict[str, Any]:
-        """Model and optimizer, named as `set_state_dict` has them."""
+        """The state dicts by the names of the arguments of `set_state_dict`."""
         parts = get_state_dict(self.model, self.optimizer, options=StateDictOptions(**options))
         return dict(zip(("model_state_dict", "optim_state_dict"), parts, strict=True))
 
 
 def torch_save(state: State, path: Path) -> None:
-    """Rank 0 gathers the full state, and writes it into one file."""
+    """Gather the full state on rank 0, which writes one file."""
     content = state.dicts(full_state_dict=True, cpu_offload=True)
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
@@ -138,17 +138,18 @@ def torch_save(state: State, path: Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-    dist.barrier(state.group)  # without it the other ranks would wait in their next step
+    dist.barrier(state.group)  # otherwise the other ranks would wait for it in their next step
 
 
 def dcp_save(state: State, path: Path) -> None:
-    """Each rank writes its part into a file, and syncs it."""
+    """Write the part of each rank into its own file, with fsync."""
     dcp.save(state.dicts(), checkpoint_id=path, process_group=state.group)
 
 
 @cache
 def can_reuse_stager() -> bool:
-    """Whether a stager serves more than one checkpoint. Torch 2.11's does not (Automodel#3125)."""
+    """Whether a stager can stage more than one checkpoint. In torch 2.11 it cannot
+    (Automodel#3125)."""
     stager = DefaultStager(StagingOptions(False, False, False, False))
     with contextlib.suppress(KeyError):
         for _ in range(2):
@@ -158,9 +159,9 @@ def can_reuse_stager() -> bool:
 
 
 def async_save(state: State, path: Path, by: AsyncCheckpointerType) -> Any:
-    """Each rank copies its part; a thread or a process writes the copy."""
+    """Copy the part of each rank to host memory; a thread or a process writes the copy."""
     cuda = state.device.type == "cuda"
-    # a stager keeps its buffers for the next checkpoint, and each new one would have its own
+    # reuse the stager, which keeps its buffers for the next checkpoint
     if state.stager is None or not can_reuse_stager():
         options = StagingOptions(
             use_pinned_memory=cuda,
@@ -169,8 +170,8 @@ def async_save(state: State, path: Path, by: AsyncCheckpointerType) -> Any:
             use_non_blocking_copy=cuda,
         )
         state.stager = DefaultStager(options)
-    # The copy is on the CPU. To read ahead from a GPU, the thread or process that writes would make
-    # a CUDA context on GPU 0, for each rank.
+    # No read-ahead from the GPU, because the copy is in host memory. With it, the writing thread or
+    # process of each rank would create a CUDA context on GPU 0.
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
     return dcp.async_save(
         state.dicts(),
@@ -190,15 +191,15 @@ MODES: dict[str, Callable[[State, Path], Any]] = {
 
 
 class Marks(NamedTuple):
-    """Seconds since a load began, on a rank, when its parts had ended on all ranks."""
+    """Seconds from the start of a load until all ranks have completed each of its parts."""
 
-    read: float  # of `dcp.load` the seconds that this rank spent reading
+    read: float  # with `dcp.load`: the seconds that this rank spent reading
     distributed: float
     applied: float
 
 
 class TimedReader(FileSystemReader):
-    """Sums up the seconds that it spends reading."""
+    """A FileSystemReader that accumulates the seconds spent reading."""
 
     read_s = 0.0
 
@@ -210,7 +211,7 @@ class TimedReader(FileSystemReader):
 
 
 def dcp_load(state: State, path: Path) -> Marks:
-    """Each rank reads its part, of the files of any mode but `torch.save`."""
+    """Load a checkpoint of any mode except `torch.save`: each rank reads its part."""
     start = perf_counter()
     content, reader = state.dicts(), TimedReader(path)
     dcp.load(content, storage_reader=reader, process_group=state.group)
@@ -220,7 +221,7 @@ def dcp_load(state: State, path: Path) -> Marks:
 
 
 def torch_load(state: State, path: Path, source: int | None) -> Marks:
-    """The one file of `torch.save`. source: the only rank that reads it; None: each rank does."""
+    """Load the file of `torch.save`. source: the only rank that reads it; None: all ranks do."""
     start = perf_counter()
     full = None
     if source in (None, dist.get_rank()):
@@ -234,13 +235,13 @@ def torch_load(state: State, path: Path, source: int | None) -> Marks:
 
 
 def distribute(state: State, full: Any, source: int | None) -> dict[str, Any]:
-    """This rank's part of a full state. source: the only rank that has it; None: each rank does."""
-    current, names = _pytree.tree_flatten(state.dicts())
+    """This rank's part of a full state. source: the only rank that has it; None: all ranks do."""
+    current, structure = _pytree.tree_flatten(state.dicts())
     wholes: list[Any] = [None] * len(current)
     if full is not None:
         wholes = _pytree.tree_leaves(_pytree.tree_map(lambda _, whole: whole, state.dicts(), full))
     is_large = [isinstance(part, Tensor) and part.numel() > 1 for part in current]
-    if source is not None:
+    if source is not None:  # broadcast scalars such as step counters together
         small = [whole for whole, large in zip(wholes, is_large, strict=True) if not large]
         dist.broadcast_object_list(small, source, group=state.group)
         of_source = iter(small)
@@ -251,7 +252,7 @@ def distribute(state: State, full: Any, source: int | None) -> dict[str, Any]:
     parts: list[Any] = []
     whole: Any
     for part, whole, large in zip(current, wholes, is_large, strict=True):
-        if large and source is not None and whole is None:  # what arrives takes its place
+        if large and source is not None and whole is None:  # a buffer for the broadcast
             whole = torch.empty(part.shape, dtype=part.dtype, device=state.device)
         if isinstance(part, DTensor):
             mesh, placements = part.device_mesh, part.placements
@@ -261,27 +262,27 @@ def distribute(state: State, full: Any, source: int | None) -> dict[str, Any]:
             whole = whole.to(state.device)
             dist.broadcast(whole, source, group=state.training)
         parts.append(whole)
-    return cast(dict[str, Any], _pytree.tree_unflatten(parts, names))
+    return cast(dict[str, Any], _pytree.tree_unflatten(parts, structure))
 
 
 def apply(state: State, content: dict[str, Any], start: float) -> float:
-    """Load a state into model and optimizer. Returns the seconds since `start`."""
+    """Set the state of model and optimizer. Returns the seconds since `start`."""
     set_state_dict(state.model, state.optimizer, **content)
-    torch.get_device_module(state.device).synchronize()  # does nothing on the CPU
+    torch.get_device_module(state.device).synchronize()  # no-op on the CPU
     dist.barrier(state.group)
     return perf_counter() - start
 
 
 def loaders(mode: str) -> dict[str, Callable[[State, Path], Marks]]:
-    """The ways to load what a mode has saved, by name."""
+    """The functions that load a checkpoint of a mode, by name."""
     if mode != "torch.save":
         return {"dcp.load": dcp_load}
-    ways = {"torch.load on each rank": None, "torch.load on rank 0": 0}
-    return {name: partial(torch_load, source=source) for name, source in ways.items()}
+    sources = {"torch.load on each rank": None, "torch.load on rank 0": 0}
+    return {name: partial(torch_load, source=source) for name, source in sources.items()}
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Ask this host to forget the content of the files. Some file systems ignore it."""
+    """Drop the files of a folder from this host's page cache. Some file systems ignore this."""
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file)
@@ -289,11 +290,40 @@ def drop_page_cache(folder: Path) -> None:
 
 
 # [/core]
+# -- the folders of a run --------------------------------------------------------------------------
+
+
+def state_bytes(model: str) -> int:
+    """Bytes of the weights and AdamW's two moments, in float32."""
+    with torch.device("meta"):
+        parameters = sum(weight.numel() for weight in Decoder(DECODERS[model]).parameters())
+    return 3 * 4 * parameters
+
+
+def make_folders(paths: list[str] | None, needed: int) -> list[str]:
+    """Create a folder in each path. needed: bytes that must be free in each of them.
+
+    Raises ValueError if a path contains files or lacks space.
+    """
+    folders = []
+    for path in paths or [tempfile.gettempdir()]:
+        os.makedirs(path, exist_ok=True)
+        if paths and os.listdir(path):
+            raise ValueError(f"{path}: expected a new or empty folder, but it contains files")
+        free = shutil.disk_usage(path).free
+        if free < needed:
+            raise ValueError(f"{path}: expected {needed:,} bytes free, got {free:,}")
+        folder = tempfile.mkdtemp(prefix="checkpoint_sweep-", dir=os.path.abspath(path))
+        folders.append(folder)
+        remove_at_end(folder)
+    return folders
+
+
 # -- the training, and its checkpoints -------------------------------------------------------------
 
 
 def local_tensors(state: State) -> list[Tensor]:
-    """This rank's part of the state, in place: the bytes of each tensor."""
+    """The bytes of each tensor in this rank's part of the state, uint8 [n], not copied."""
     parts = []
     for value in _pytree.tree_leaves(state.dicts()):
         if isinstance(value, Tensor):
@@ -304,10 +334,10 @@ def local_tensors(state: State) -> list[Tensor]:
 
 
 class Checkpoint(NamedTuple):
-    """Seconds of one checkpoint on a rank."""
+    """The seconds of one checkpoint on a rank."""
 
-    total: float  # from the call to the end of the step in which the upload ends
-    alone: float  # what as many steps take when nothing is saved; stall = total - alone
+    total: float  # from the save call to the end of the step in which the upload ends
+    alone: float  # of as many steps when nothing is saved; stall = total - alone
     blocked: float
     upload: float
 
@@ -316,20 +346,20 @@ class Load(NamedTuple):
     """One load on a rank."""
 
     marks: Marks
-    disk_bytes: int  # that were read from the storage, not from the page cache
-    same: bool  # whether it has brought what was saved
+    disk_bytes: int  # read from the device, not from the page cache
+    same: bool  # whether the loaded state equals the saved one
 
 
 class Training:
-    """A decoder under its strategy, and the checkpoints of a case, on each rank. Each checkpoint is
-    a folder in `path`, with a number."""
+    """A decoder in training and the checkpoints of a case, on one rank. The checkpoints are the
+    folders 1, 2, ... in `path`."""
 
     def __init__(self, key: Key, path: Path, bench: Benchmark, group: Group) -> None:
         self.bench, self.group, self.control = bench, group, group.control
-        self.path, self.count = path, 0  # of checkpoints so far
+        self.path, self.count = path, 0  # number of checkpoints so far
         self.mode = key["mode"]
         device = bench.job.device
-        # An upload may take long: while the steps go on, nothing hangs.
+        # without a timeout: an upload may take long, and while steps continue nothing hangs
         rendezvous(group)
         uploads = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
         group.more.append(uploads)
@@ -339,7 +369,7 @@ class Training:
         if key["strategy"] == "ddp":
             model = DistributedDataParallel(model, process_group=group.test)
         else:
-            # DTensor takes meshes with the same ranks and names for one: each case has its own
+            # a name per case, because DTensor treats meshes with equal ranks and names as one
             name = f"{self.mode} into {key['path']}"
             mesh = dist.DeviceMesh.from_group(group.test, device.type, mesh_dim_names=(name,))
             forget_groups(mesh)
@@ -350,7 +380,7 @@ class Training:
         texts = random_text(DECODERS[key["model"]], key["batch_size"], seed=bench.job.rank)
         length = CPU_TOKENS if device.type == "cpu" else None
         self.tokens, self.targets = (text[:, :length].to(device) for text in texts)
-        # a copy of this rank's part, as it is in the newest checkpoint
+        # a copy of this rank's part of the state in the most recent checkpoint
         self.copies = [part.to("cpu", copy=True) for part in local_tensors(self.state)]
 
     @property
@@ -358,9 +388,10 @@ class Training:
         return self.path / str(self.count)
 
     def train(self, more: Callable[[int], bool]) -> list[float]:
-        """Seconds of each step. more: says after how many steps this rank wants another one.
+        """Train and return the seconds of each step.
 
-        The training goes on while any rank wants another step.
+        more: called with the number of steps so far; training continues while it returns True on
+        any rank.
         """
         state = self.state
         times: list[float] = []
@@ -371,15 +402,15 @@ class Training:
             state.optimizer.zero_grad()
             next_token_loss(state.model(self.tokens), self.targets).backward()
             state.optimizer.step()
-            torch.get_device_module(state.device).synchronize()  # does nothing on the CPU
+            torch.get_device_module(state.device).synchronize()  # no-op on the CPU
             go_on.fill_(more(len(times) + 1))
             dist.all_reduce(go_on, op=dist.ReduceOp.MAX, group=self.control)
             times.append(perf_counter() - start)
         return times
 
     def write_checkpoint(self) -> Checkpoint:
-        """Into a new folder. The checkpoint before stays until this one is complete."""
-        self.bench.turn()  # where ab.py runs two commands in turns
+        """Write a checkpoint into a new folder. The previous one is kept until it is complete."""
+        self.bench.turn()  # wait while ab.py --interleave runs the other command
         if self.bench.job.rank == 0 and self.count > 1:
             shutil.rmtree(self.path / str(self.count - 1))
         self.count += 1
@@ -388,7 +419,7 @@ class Training:
         idle = self.train(lambda steps: steps < idle_steps)
         for copy, part in zip(self.copies, local_tensors(self.state), strict=True):
             copy.copy_(part)
-        beside: list[float] = []  # seconds of the steps beside the upload
+        during: list[float] = []  # seconds of the steps during the upload
         uploads: list[float] = []  # empty until the upload has ended
         self.bench.phase(f"save {self.newest}")
         dist.barrier(self.control)
@@ -397,45 +428,45 @@ class Training:
         blocked = perf_counter() - start
         if is_async:
             future.add_done_callback(lambda _: uploads.append(perf_counter() - start))
-            beside = self.train(lambda _: not uploads)
-            future.result()  # raises what went wrong
-        alone = len(beside) * float(np.median(idle))
+            during = self.train(lambda _: not uploads)
+            future.result()  # raises the error of a failed upload
+        alone = len(during) * float(np.median(idle))
         upload = uploads[0] if uploads else blocked
-        return Checkpoint(blocked + sum(beside), alone, blocked, upload)
+        return Checkpoint(blocked + sum(during), alone, blocked, upload)
 
-    def load(self, way: Callable[[State, Path], Marks]) -> Load:
-        """Load the newest checkpoint, and compare this rank's part with what it was, bit by bit."""
-        import psutil  # not above: if it is missing, common/ says so in one line
+    def load(self, method: Callable[[State, Path], Marks]) -> Load:
+        """Load the most recent checkpoint and compare this rank's part bitwise with its copy."""
+        import psutil  # not above: common/ reports in one line if it is missing
 
         self.bench.phase(f"load {self.newest}")
-        dist.barrier(self.control)  # no rank reads
+        dist.barrier(self.control)  # no rank is reading
         if self.bench.job.local_rank == 0:
             drop_page_cache(self.newest)
         for part in local_tensors(self.state):
-            part.zero_()  # the comparison then sees only what was read
+            part.zero_()  # so that the comparison depends on the loaded values only
         torch.get_device_module(self.state.device).synchronize()
         dist.barrier(self.control)
         process = psutil.Process()
         before = process.io_counters()
-        marks = way(self.state, self.newest)
+        marks = method(self.state, self.newest)
         after = process.io_counters()
         pairs = zip(local_tensors(self.state), self.copies, strict=True)
         same = all(torch.equal(part.cpu(), copy) for part, copy in pairs)
         return Load(marks, after.read_bytes - before.read_bytes, same)
 
     def loads(self) -> dict[str, list[Load]]:
-        """The loads of each way, in turns: as many as --loads, --iters and --max-seconds allow.
+        """Load by each method alternately, as often as --loads, --iters and --max-seconds allow.
 
-        Their number is odd, so that one of them has the median time.
+        The number of loads is odd, so that one of them has the median time.
         """
-        ways, rule = loaders(self.mode), self.bench.rule
+        methods, rule = loaders(self.mode), self.bench.rule
         most = min(self.bench.args.loads, rule.iters or self.bench.args.loads)
-        done: dict[str, list[Load]] = {name: [] for name in ways}
+        done: dict[str, list[Load]] = {name: [] for name in methods}
         start = perf_counter()
         enough = False
         while not enough:
-            for name, way in ways.items():
-                done[name].append(self.load(way))
+            for name, method in methods.items():
+                done[name].append(self.load(method))
             count = len(done[name])
             spent_s = perf_counter() - start
             is_last = count + 2 > most or spent_s * (count + 2) / count > rule.max_seconds
@@ -447,7 +478,7 @@ class Training:
 
 
 class Facts(TypedDict):
-    """What a rank says of a case."""
+    """The facts of a rank."""
 
     first: Checkpoint
     loads: dict[str, list[Load]]
@@ -455,16 +486,18 @@ class Facts(TypedDict):
 
 
 def build(bench: Benchmark, folders: dict[str, str], key: Key, group: Group) -> Workload:
-    """Measure a case. Its steps differ from checkpoint to checkpoint, so the loop of other scripts
-    does not fit. folders: the folder that this run has made in each path."""
+    """Measure a case with a loop of its own, because the number of steps varies by checkpoint.
+
+    folders: the folder that this run has created in each path.
+    """
     path = folder_of(folders, key)
     if not path.parent.is_dir():
-        raise ValueError(f"there is no {path.parent} here; give --paths that all nodes share")
+        raise ValueError(f"{path.parent} is missing on this node; try --paths on shared storage")
     training = Training(key, path, bench, group)
     training.train(lambda steps: steps < bench.rule.warmup_iters)
     try:
         return measure(training, group)
-    except CheckpointException as error:  # is no Exception
+    except CheckpointException as error:  # not a subclass of Exception
         failed, (reason, _) = min(error.failures.items())
         raise RuntimeError(f"the checkpoint failed on rank {failed}: {reason}") from None
 
@@ -475,7 +508,7 @@ def folder_of(folders: dict[str, str], key: Key) -> Path:
 
 
 def measure(training: Training, group: Group) -> Workload:
-    """Write checkpoints until the stop rule ends it, then load the newest one again and again."""
+    """Write checkpoints until the stop rule is met, then load the most recent one repeatedly."""
     first = training.write_checkpoint()
     timed: list[Checkpoint] = []
     stop = ""
@@ -502,11 +535,14 @@ def measure(training: Training, group: Group) -> Workload:
     )
 
 
-# -- what rank 0 makes of it -----------------------------------------------------------------------
+# -- metrics and answers ---------------------------------------------------------------------------
 
 
 def derive(case: Case, times: Times, facts: list[Facts]) -> None:
-    """Fill in the metrics and the check. Each checkpoint takes as long as its slowest rank."""
+    """Compute the metrics and the verdict of the check. facts: one entry per rank.
+
+    The time of a checkpoint is the maximum over ranks.
+    """
     shards = [fact["shard_bytes"] for fact in facts]
     size = sum(shards) if case.key["strategy"] == "fsdp2" else max(shards)
     upload, stall = times.mean("upload"), times.beyond("alone")
@@ -524,7 +560,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
         "write_gb_per_s": size / upload / 1e9,
         "cost": stall / every_s if upload.value < every_s else None,
     }
-    case.metrics["loads"] = [load_of(way, facts, size) for way in facts[0]["loads"]]
+    case.metrics["loads"] = [load_of(method, facts, size) for method in facts[0]["loads"]]
     for number, row in enumerate(case.metrics["loads"]):
         prefix = "load" if number == 0 else "load_from_rank_0"
         case.metrics |= {f"{prefix}_s": row["load_s"], f"{prefix}_gb_per_s": row["load_gb_per_s"]}
@@ -533,24 +569,26 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
         for rank, fact in zip(case.ranks, facts, strict=True)
         if not all(load.same for loads in fact["loads"].values() for load in loads)
     ]
-    problem = f"rank {changed[0]} loads another state than it saved" if changed else None
+    problem = None
+    if changed:
+        problem = f"rank {changed[0]} loaded a state that differs from the saved one"
     case.check = verdict(problem)
 
 
-def load_of(way: str, facts: list[Facts], size: int) -> dict[str, Any]:
-    """The metrics of the loads of one way: the median load and its parts.
+def load_of(method: str, facts: list[Facts], size: int) -> dict[str, Any]:
+    """The metrics of the loads by one method: the median load and its parts.
 
-    size: of the state, in bytes.
+    size: bytes of the state.
     """
-    loads = [fact["loads"][way] for fact in facts]  # [ranks][loads]
-    # seconds of [ranks, loads, marks] -> of the slowest rank
+    loads = [fact["loads"][method] for fact in facts]  # [ranks][loads]
+    # seconds [ranks, loads, marks] -> [loads, marks] of the slowest rank
     marks = np.array([[load.marks for load in of_rank] for of_rank in loads]).max(axis=0)
     order = np.argsort(marks[:, 2], kind="stable")
     read_s, distributed_s, load_s = (float(mark) for mark in marks[order[len(order) // 2]])
     total = median(marks[:, 2])
     disk_bytes = sum(load.disk_bytes for of_rank in loads for load in of_rank) / len(order)
     return {
-        "way": way,
+        "way": method,
         "load_s": total,
         "load_gb_per_s": size / total / 1e9,
         "read_s": read_s,
@@ -577,7 +615,7 @@ COLUMNS: Columns = {
 WIDEST = ["", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 2]
 
 
-LOAD_COLUMNS: Columns = {  # of the median load: read + distribute + apply = load
+LOAD_COLUMNS: Columns = {  # read, distribute and apply of the median load add up to its time
     "mode": lambda row: row.name,
     "load by": lambda row: row.key["way"],
     "load\n(s)": metric("load_s", digits=3),
@@ -591,7 +629,7 @@ LOAD_COLUMNS: Columns = {  # of the median load: read + distribute + apply = loa
 
 
 def load_rows(cases: list[Case]) -> list[Case]:
-    """The rows of the table of loads: one of each way and case."""
+    """The rows of the table of loads: one for each case and method."""
     rows = []
     for case in cases:
         for row in case.metrics.get("loads", []):
@@ -602,17 +640,17 @@ def load_rows(cases: list[Case]) -> list[Case]:
 
 
 def answers(cases: list[Case]) -> list[str]:
-    """What checkpoints cost the training, and how long resuming from one takes."""
+    """The cost of checkpoints, and the time of a load."""
     key, times = cases[0].key, {}
     for row in load_rows(cases):
         times[f"{row.key['way']} ({row.name})"] = row.metrics["load_s"]
     ordered = sorted(times, key=lambda name: times[name].value)
-    loads = ", ".join(f"{times[name]} by {name}" for name in ordered)
+    loads = ", ".join(f"{times[name]} with {name}" for name in ordered)
     return [answer(cases), f"{key['strategy']} from {key['path']}: a load takes {loads}"]
 
 
 def answer(cases: list[Case]) -> str:
-    """What each mode costs. The modes ran one after the other, so none is called the cheapest."""
+    """The cost of each mode, without a ranking, because the modes ran one after the other."""
     key = cases[0].key
     every = cli.duration(key["every_s"])
     costs: dict[str, Estimate] = {}
@@ -621,44 +659,21 @@ def answer(cases: list[Case]) -> str:
             costs[case.name] = case.metrics["cost"]
     place = f"{key['strategy']} into {key['path']}"
     if not costs:
-        return f"{place}: no checkpoint is on disk within {every}"
+        return f"{place}: no upload ends within {every}"
     ordered = sorted(costs, key=lambda mode: costs[mode].value)
-    words = [f"{costs[mode].text('%', 100)} with {mode}" for mode in ordered]
-    sentence = f"{place}: a checkpoint every {every} costs the training {', '.join(words)}"
-    return sentence + ("; analysis/ab.py compares two modes in turns" if len(words) > 1 else "")
+    first, *others = [costs[mode].text("%", 100) for mode in ordered]
+    shares = [f"{first} of training time", *others]
+    words = [f"{share} with {mode}" for share, mode in zip(shares, ordered, strict=True)]
+    sentence = f"{place}: a checkpoint every {every} costs {', '.join(words)}"
+    advice = "; these were timed one after the other; use analysis/ab.py to compare them in turns"
+    return sentence + (advice if others else "")
 
 
-# -- the folders of a run --------------------------------------------------------------------------
-
-
-def state_bytes(model: str) -> int:
-    """Weights and AdamW's two moments, in fp32."""
-    with torch.device("meta"):
-        parameters = sum(weight.numel() for weight in Decoder(DECODERS[model]).parameters())
-    return 3 * 4 * parameters
-
-
-def make_folders(paths: list[str] | None, needed: int) -> list[str]:
-    """A new folder in each path. needed: bytes in each of them.
-
-    Raises ValueError for a path with files, or without room.
-    """
-    folders = []
-    for path in paths or [tempfile.gettempdir()]:
-        os.makedirs(path, exist_ok=True)
-        if paths and os.listdir(path):
-            raise ValueError(f"{path}: expected an empty or a new folder, it holds files")
-        free = shutil.disk_usage(path).free
-        if free < needed:
-            raise ValueError(f"{path}: expected {needed:,} bytes free, got {free:,}")
-        folder = tempfile.mkdtemp(prefix="checkpoint_sweep-", dir=os.path.abspath(path))
-        folders.append(folder)
-        remove_at_end(folder)
-    return folders
+# -- which cases -----------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, ranks: int) -> dict[str, list[Planned]]:
-    """The title of each table (a path and a strategy), and its cases: a mode each."""
+    """The cases by the title of their table: a table per path and strategy, a case per mode."""
     size = state_bytes(args.model)
     fixed = {"model": args.model, "batch_size": args.batch_size, "every_s": args.every}
     tables = {}
@@ -675,14 +690,14 @@ def plan(args: argparse.Namespace, ranks: int) -> dict[str, list[Planned]]:
 
 def main() -> int:
     args = parse_args()
-    # or the processes of async-process meet in a store that listens on every interface
+    # otherwise the processes of async-process use a new store, which listens on all interfaces
     os.environ.setdefault("DCP_USE_PREFIX_STORE", "1")
-    gc.disable()  # a collection on one rank would stop them all
+    gc.disable()  # a collection on one rank would stop all ranks
     with Benchmark("checkpoint_sweep", args) as bench:
         is_first = bench.job.rank == 0
         tables = plan(args, bench.job.world_size)
         bench.announce(tables)
-        # the newest checkpoint stays until the next one is complete
+        # the previous checkpoint is kept until the next one is complete
         needed = 2 * state_bytes(args.model)
         made = bench.prepare(
             "--paths", lambda: make_folders(args.paths, needed) if is_first else []

@@ -1,28 +1,30 @@
 #!/usr/bin/env python3
-"""Does the loader feed the training, and how many workers are enough?
+"""Is the training input-bound, and how many DataLoader workers does it need?
 
-It trains a model on images under DDP in alternating blocks: with batches from a DataLoader, and
-with one batch that stays on the device. A third block takes batches and does not train.
+The script trains a model on images under DDP in alternating blocks: with batches from a DataLoader,
+and with one resident batch that stays on the device. In a third kind of block it fetches batches
+without training.
 
-    step            a training step with the next batch from the loader
-    resident        the same step with the resident batch. The workers rest meanwhile
-    exposed wait  = step - resident: waiting for batches, and what workers take from the training
-    loader          taking the next batch, without training
-    loader brings   ranks * batch size / loader, in samples/s
-    training takes  ranks * batch size / resident, in samples/s
-    workers needed  workers * loader / resident, if each one has a core
+    step              a training step with the next batch from the loader
+    resident          the same step with the resident batch, while the workers are idle
+    wait              step - resident: time spent waiting for batches, and the slowdown that workers
+                      cause by using cores and memory bandwidth
+    loader            fetching the next batch, without training
+    loader samples/s  ranks * batch size / loader
+    training          ranks * batch size / resident, in samples/s
+    workers needed    workers * loader / resident, if each worker has a core
 
-gmean: geometric mean over rounds of block medians; rates follow from it.
+Times are geometric means (gmean) over rounds of block medians, and rates are derived from them.
 
-Workers fetch ahead. So before a resident block everything that they have fetched is thrown away,
-and they get no more work: a block with the loader begins with an empty queue.
+Workers prefetch batches. Therefore, before a resident block, all prefetched batches are discarded
+and the workers receive no further work, so that a block with the loader starts with an empty queue.
 
     torchrun --nproc-per-node 2 benchmarks/input_sweep.py
     torchrun --nproc-per-node 8 benchmarks/input_sweep.py --data /scratch/imagenet/train \\
         --workers 2,4,8,16 --json report.jsonl
 
-Without --data it makes files in TMPDIR, and removes them at the end. docs/input_sweep.md says how
-to read the table. Written for this project, BSD-3-Clause.
+Without --data the script generates JPEG files in TMPDIR and removes them at the end.
+docs/input_sweep.md explains the table. Written for this project, BSD-3-Clause.
 """
 
 import argparse
@@ -45,7 +47,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import torch
@@ -66,40 +68,41 @@ from common.stats import Times, telling
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
 
-CLASSES = 10  # of the images that are made
-FILE_PIXELS = 400  # of a side of the images that are made
-LONGEST_FOLDER = 107 - len("/listener-12345678")  # characters: a socket's path has at most 107
-SMALL_WAIT = 0.05  # of a resident step: a shorter wait is not worth a change
+CLASSES = 10  # of generated images
+FILE_PIXELS = 400  # width and height of generated images
+MAX_FOLDER_LENGTH = 107 - len("/listener-12345678")  # characters; the path of a socket has 107
+SMALL_WAIT = 0.05  # of a resident step; training is not input-bound below it
 LISTS = ("workers", "cache", "prefetch", "start_method")
-FROM_DEVICE = 0.9  # a case is cold if so much of what was read came from the device
+FROM_DEVICE = 0.9  # minimum share of bytes read from the device in a cold case
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
-    add("--data", metavar="PATH", help="class folders of images (default: generate them)")
-    made = "number of images to generate (default: 256)"
-    add("--samples", type=cli.number(int, CLASSES), default=256, metavar="N", help=made)
-    workers = "worker processes per rank; 0 loads in the rank itself (default: 2)"
-    add("--workers", type=list_of(cli.number(int)), default=[2], metavar="N", help=workers)
-    cache = "read files from the page cache (warm) or from the device (cold) (default: both)"
+    text = "folder with images in class folders, as ImageFolder reads it (default: generate images)"
+    add("--data", metavar="PATH", help=text)
+    text = "number of images to generate (default: 256)"
+    add("--samples", type=cli.number(int, CLASSES), default=256, metavar="N", help=text)
+    text = "worker processes per rank; 0 loads in the rank itself (default: 2)"
+    add("--workers", type=list_of(cli.number(int)), default=[2], metavar="N", help=text)
+    text = "read files from the page cache (warm) or from the device (cold) (default: both)"
     caches = list_of(str, ("warm", "cold"))
-    add("--cache", type=caches, default=["warm", "cold"], metavar="C", help=cache)
-    ahead = "batches that each worker prefetches (default: 2)"
-    add("--prefetch", type=list_of(positive_int), default=[2], metavar="N", help=ahead)
+    add("--cache", type=caches, default=["warm", "cold"], metavar="C", help=text)
+    text = "batches that each worker prefetches (default: 2)"
+    add("--prefetch", type=list_of(positive_int), default=[2], metavar="N", help=text)
     methods = tuple(get_all_start_methods())
-    how = f"how workers start: {', '.join(methods)} (default: forkserver)"
+    text = f"start method of worker processes: {', '.join(methods)} (default: forkserver)"
     start_methods = list_of(str, methods)
-    add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=how)
-    model = "torchvision model (default: %(default)s)"
-    add("--model", default=cli.By("resnet50", "mobilenet_v3_small"), metavar="NAME", help=model)
-    batch = "batch size per rank (default: %(default)s)"
-    add("--batch-size", type=positive_int, default=cli.By(32, 8), metavar="N", help=batch)
-    pixels = "width and height after the crop (default: %(default)s)"
-    add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
+    add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=text)
+    text = "torchvision model (default: %(default)s)"
+    add("--model", default=cli.By("resnet50", "mobilenet_v3_small"), metavar="NAME", help=text)
+    text = "batch size per rank (default: %(default)s)"
+    add("--batch-size", type=positive_int, default=cli.By(32, 8), metavar="N", help=text)
+    text = "width and height of images after the crop (default: %(default)s)"
+    add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=text)
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
-    import torchvision  # takes seconds, so it comes after the first lines of output
+    import torchvision  # takes seconds, so not before the first lines of output
 
     known = torchvision.models.list_models(module=torchvision.models)
     if args.model not in known:
@@ -108,22 +111,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# -- the data: what runs in the workers ------------------------------------------------------------
+# -- the dataset, which the workers read -----------------------------------------------------------
 # [core]
 
-Files = list[tuple[str, int]]  # the path and the class of each image
-Batch = tuple[Tensor, Tensor]  # images and classes, on the device
+Files = list[tuple[str, int]]  # path and class of each image
+Batch = tuple[Tensor, Tensor]  # images [batch, 3, H, W] and classes [batch], on the device
 PIXELS_MEAN, PIXELS_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 class Images(Dataset[Any]):
-    """JPEG or other images, decoded and augmented as for training on ImageNet."""
+    """Image files, decoded by Pillow and augmented as for training on ImageNet.
 
-    def __init__(self, files: list[tuple[str, int]], pixels: int, cold: bool = False) -> None:
-        from torchvision.transforms import v2  # here and below: --help does not wait for it
+    A sample is (image, class, ticket). The ticket, int64 [3], holds the index of the sample, the
+    PID of the process that loaded it, and the size of its file in bytes.
+    """
+
+    def __init__(self, files: Files, pixels: int, cold: bool = False) -> None:
+        """pixels: width and height after the crop. cold: read files from the device."""
+        from torchvision.transforms import v2  # here and below, so that --help is fast
 
         self.files, self.cold = files, cold
-        self.augment = v2.Compose(  # as torchvision's references train
+        self.augment = v2.Compose(  # the transforms of torchvision's reference training
             [
                 v2.RandomResizedCrop(pixels, antialias=True),
                 v2.RandomHorizontalFlip(),
@@ -137,31 +145,30 @@ class Images(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, Tensor]:
         path, target = self.files[index]
-        # which sample it is, who has made it, and the bytes read for it
         ticket = torch.tensor([index, os.getpid(), os.path.getsize(path)])
         return self.augment(self.content(index)), target, ticket
 
     def content(self, index: int) -> Tensor:
-        """The pixels, uint8 [3, H, W], before augmentation."""
+        """The decoded image, uint8 [3, H, W]. Raises ValueError if it cannot be decoded."""
         from torchvision.datasets.folder import pil_loader
         from torchvision.transforms.v2.functional import pil_to_tensor
 
         path, _ = self.files[index]
         if self.cold:
             with open(path, "rb") as file:
-                # dropped from the page cache; some file systems ignore it
+                # drop the file from the page cache; some file systems ignore this
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             return pil_to_tensor(pil_loader(path))
         except OSError as error:
-            raise ValueError(f"{path} is no image: {type(error).__name__}") from None
+            raise ValueError(f"{path} is not an image: {type(error).__name__}") from None
 
 
 def end_with_rank(worker: int) -> None:
-    """End this worker when its rank ends. A `worker_init_fn` of DataLoader.
+    """End this worker when its rank ends. Used as `worker_init_fn` of a DataLoader.
 
     torch's own check compares the PID of the parent process, which is the fork server here. The
-    fork server in turn waits for its workers, so that both would run for ever.
+    fork server in turn waits for its workers, so without this function both would run forever.
     """
     rank = parent_process()
     assert rank is not None
@@ -177,7 +184,7 @@ def end_with_rank(worker: int) -> None:
 
 
 class Batches:
-    """The indices of one batch after the other, epoch after epoch, until `paused`."""
+    """A batch sampler that continues over epochs and ends when it is `paused`."""
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int) -> None:
         self.sampler, self.batch_size = sampler, batch_size
@@ -195,7 +202,7 @@ class Batches:
 
 
 class Feed:
-    """Batches of a rank from its DataLoader, and what has been seen of the samples in them."""
+    """The batches of a rank from its DataLoader, and statistics of their samples."""
 
     def __init__(
         self,
@@ -206,36 +213,36 @@ class Feed:
         device: torch.device,
         **options: Any,
     ) -> None:
-        """options: of the DataLoader, such as num_workers."""
+        """options: further arguments of the DataLoader, such as num_workers."""
         self.device = device
         sampler: Any = DistributedSampler(dataset, ranks, rank)
-        self.epoch_samples = math.ceil(len(dataset) / ranks)  # of a rank, with padding
+        self.epoch_samples = math.ceil(len(dataset) / ranks)  # per rank, including padding
         self.indices = Batches(sampler, batch_size)
         self.loader: DataLoader[Any] | None = DataLoader(
             dataset, batch_sampler=self.indices, pin_memory=device.type == "cuda", **options
         )
-        self.running: Iterator[Any] | None = None  # None while it is paused
-        self.seen = torch.zeros(len(dataset), dtype=torch.int32)  # how often in the first epoch
-        self.samples = 0  # that have come
-        self.processes: set[int] = set()  # that have made them
-        self.read_bytes = 0
+        self.running: Iterator[Any] | None = None  # None while paused
+        self.seen = torch.zeros(len(dataset), dtype=torch.int32)  # by sample, in the first epoch
+        self.samples = 0  # number of samples so far
+        self.processes: set[int] = set()  # PIDs of the processes that loaded them
+        self.read_bytes = 0  # size of their files
 
     def next(self) -> Batch:
-        """The next batch, on the device. Starts the workers, or wakes them up."""
+        """The next batch, on the device. Starts the workers or resumes their work."""
         if self.running is None:
             assert self.loader is not None
             self.running = iter(self.loader)
         try:
             images, targets, tickets = next(self.running)
-        except (ConnectionError, EOFError) as error:  # it was handing over the memory of a batch
-            time.sleep(1)  # torch's own error comes by a signal: later it would end the run
-            raise RuntimeError(f"DataLoader worker is gone: {error}") from None
-        self.look_at(tickets)
+        except (ConnectionError, EOFError) as error:  # a worker died while it sent a batch
+            time.sleep(1)  # torch's signal handler raises as well; later that would end the run
+            raise RuntimeError(f"DataLoader worker exited unexpectedly: {error}") from None
+        self.record(tickets)
         images = images.to(self.device, non_blocking=True)
         return images, targets.to(self.device, non_blocking=True)
 
-    def look_at(self, tickets: Tensor) -> None:
-        """Count the samples of a batch. tickets: [batch, 3], as `ticket` makes them."""
+    def record(self, tickets: Tensor) -> None:
+        """Count the samples of a batch. tickets: [batch, 3], see Images."""
         indices, processes, sizes = tickets.unbind(1)
         in_first_epoch = max(0, self.epoch_samples - self.samples)
         self.seen += torch.bincount(indices[:in_first_epoch], minlength=len(self.seen))
@@ -244,12 +251,12 @@ class Feed:
         self.read_bytes += int(sizes.sum())
 
     def pause(self) -> None:
-        """Give the workers no more work, and throw away what they have fetched ahead."""
+        """Give the workers no further work, and discard the batches that they have prefetched."""
         if self.running is None:
             return
         self.indices.paused = True
         for _, _, tickets in self.running:
-            self.look_at(tickets)
+            self.record(tickets)
         self.indices.paused = False
         self.running = None
 
@@ -260,26 +267,102 @@ class Feed:
 
 
 # [/core]
+# -- the files of a run ----------------------------------------------------------------------------
+
+
+def make_files(count: int, folder: Path, progress: Callable[[str], None]) -> None:
+    """Generate JPEG files in class folders, the same on every node. progress: called per file."""
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    for number in range(CLASSES):
+        (folder / str(number)).mkdir()
+    for number in range(count):
+        progress(f"write file {number + 1}")
+        image = to_pil_image(random_image(FILE_PIXELS, seed=number))
+        encoded = io.BytesIO()
+        image.save(encoded, "JPEG", quality=90)
+        with open(folder / str(number % CLASSES) / f"{number}.jpg", "wb") as file:
+            file.write(encoded.getvalue())
+            file.flush()
+            os.fsync(file.fileno())  # only clean pages can be dropped from the page cache
+
+
+def random_image(pixels: int, seed: int) -> Tensor:
+    """Smooth noise with grain, uint8 [3, pixels, pixels]; as a JPEG it is as large as a photo."""
+    source = torch.Generator().manual_seed(seed)
+    blocks = pixels // 16 + 2
+    coarse = torch.rand(1, 3, blocks, blocks, generator=source)
+    [smooth] = nn.functional.interpolate(coarse, (pixels, pixels), mode="bilinear")
+    grain = torch.rand(3, pixels, pixels, generator=source) - 0.5
+    image = (smooth + 0.1 * grain).clamp(0, 1)
+    return (image * 255).to(torch.uint8)
+
+
+def find_files(folder: Path) -> Files:
+    """The images in class folders. Raises OSError or ValueError if they cannot be read."""
+    from torchvision.datasets import ImageFolder
+
+    files = ImageFolder(folder).samples
+    probe = Images(files[:: math.ceil(len(files) / 8)], pixels=1)  # decode at most 8 of them
+    for index in range(len(probe)):
+        probe.content(index)
+    return files
+
+
+def make_socket_folder() -> None:
+    """Create the folder in which multiprocessing and its workers open sockets.
+
+    multiprocessing itself removes it only if this process exits normally. Raises ValueError if its
+    path is too long for a socket: workers would then fail to send their batches.
+    """
+    folder = get_temp_dir()
+    remove_at_end(folder)
+    if len(folder) > MAX_FOLDER_LENGTH:
+        limit = f"expected a path of at most {MAX_FOLDER_LENGTH} characters"
+        raise ValueError(f"{limit} for the workers' sockets, got {folder}; e.g. TMPDIR=/tmp")
+
+
+def prepare_files(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, str]:
+    """The images of this run, and the folder in which they were generated; "" with --data."""
+    job = bench.job
+    if args.data:
+        return bench.prepare("--data", lambda: find_files(Path(args.data))), ""
+    first_of_node = job.rank - job.local_rank
+    name = f"input_sweep-{share(secrets.token_hex(8))}-{first_of_node}"
+    folder = Path(tempfile.gettempdir(), name)
+
+    def make() -> None:
+        if job.local_rank == 0:
+            folder.mkdir(mode=0o700)
+            remove_at_end(str(folder))
+            # ahead=0: the other ranks wait for this one, so they must not count as behind it
+            make_files(args.samples, folder, partial(bench.phase, ahead=0))
+
+    bench.prepare("TMPDIR", make)
+    return bench.prepare("TMPDIR", lambda: find_files(folder)), str(folder)
+
+
 # -- a case ----------------------------------------------------------------------------------------
 
 
 class Facts(NamedTuple):
-    """What a rank says of a case after the timing."""
+    """The facts of a rank, after the timing."""
 
-    from_device: float  # share of what was read
-    problem: str | None  # with the samples
+    from_device: float  # share of the bytes read that came from the device
+    problem: str | None  # with the samples of the first epoch
     digest: str  # of the parameters
 
 
 def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
-    """Training under DDP with the loader, with a resident batch, and the loader alone."""
+    """The workload of a rank: training with the loader; as parts, with a resident batch and the
+    loader without training."""
     import torchvision
 
     torch.manual_seed(job.rank)
     workers = key["workers"]
     dataset = Images(files, key["image_size"], cold=key["cache"] == "cold")
     options: dict[str, Any] = {"num_workers": workers}
-    if workers:  # without them DataLoader refuses the others
+    if workers:  # DataLoader refuses these options without workers
         options["persistent_workers"] = True
         options["prefetch_factor"] = key["prefetch"]
         options["worker_init_fn"] = end_with_rank
@@ -304,20 +387,26 @@ def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
         train(feed.next())
 
     def resident_step() -> None:
-        feed.pause()  # does nothing but in the untimed step that begins a block
+        feed.pause()  # has an effect only in the untimed step at the start of a block
         train(resident)
 
     def facts() -> Facts:
-        return facts_of(feed, before, digest(model), group)
+        total, from_device = bytes_read(feed)
+        total_before, from_device_before = before
+        share_from_device = (from_device - from_device_before) / (total - total_before)
+        feed.close()
+        seen = feed.seen.clone()
+        dist.all_reduce(seen, group=group.control)
+        return Facts(share_from_device, epoch_problem(seen, len(group.ranks)), digest(model))
 
-    # Batches come in bursts, one of each worker. So a sample is the mean of as many steps.
+    # Batches arrive in bursts, one from each worker, so a sample is the mean over as many steps.
     parts = {"resident": resident_step, "loader": feed.next}
     return Workload(step, parts, compared=["resident"], calls=max(1, workers), facts=facts)
 
 
 def bytes_read(feed: Feed) -> tuple[int, int]:
-    """Bytes that the processes that load for a rank have read so far: in all, from the device."""
-    import psutil  # here: if it is missing, common/ has said so
+    """Bytes that the loading processes of a rank have read so far: in total, from the device."""
+    import psutil  # not above: common/ reports in one line if it is missing
 
     from_device = 0
     for pid in filter(psutil.pid_exists, feed.processes):
@@ -325,39 +414,27 @@ def bytes_read(feed: Feed) -> tuple[int, int]:
     return feed.read_bytes, from_device
 
 
-def facts_of(feed: Feed, before: tuple[int, int], parameters: str, group: Group) -> Facts:
-    """Check the samples and end the workers. All ranks call it together."""
-    in_all, from_device = bytes_read(feed)
-    in_all_before, from_device_before = before
-    cold_share = (from_device - from_device_before) / (in_all - in_all_before)
-    feed.close()
-    seen = feed.seen.clone()
-    dist.all_reduce(seen, group=group.control)
-    problem = epoch_problem(seen, len(group.ranks))
-    return Facts(cold_share, problem, parameters)
-
-
 def epoch_problem(seen: Tensor, ranks: int) -> str | None:
-    """What is wrong with an epoch, or with the part of it that has come; None if it is right.
+    """Describe missing or repeated samples in the first epoch, as far as it was read, or None.
 
-    seen: how often each sample came, over all ranks. DistributedSampler repeats a few samples so
-    that all ranks have the same number: these may come twice.
+    seen: number of occurrences of each sample, over all ranks, [samples]. DistributedSampler
+    repeats a few samples so that all ranks have the same number; these may occur twice.
     """
     padding = -len(seen) % ranks
     repeated = int((seen - 1).clamp(min=0).sum())
     missing = int((seen == 0).sum())
     if int(seen.sum()) == len(seen) + padding and missing:
-        return f"{missing:,} of {len(seen):,} samples do not come in an epoch"
+        return f"{missing:,} of {len(seen):,} samples are missing from an epoch"
     if repeated > padding:
-        return f"{repeated:,} samples come twice in an epoch; padding explains {padding}"
+        return f"{repeated:,} samples are repeated in an epoch; padding accounts for {padding}"
     return None
 
 
-# -- what rank 0 makes of it -----------------------------------------------------------------------
+# -- metrics and answer ----------------------------------------------------------------------------
 
 
 def derive(case: Case, times: Times, facts: list[Facts]) -> None:
-    """Fill in the metrics and the check."""
+    """Compute the metrics and the verdict of the check. facts: one entry per rank."""
     m, key = case.metrics, case.key
     samples = len(case.ranks) * key["batch_size"]
     m |= training_metrics(times, samples)
@@ -376,7 +453,10 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
 
 
 def answer(node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
-    """For each state of the page cache the sentence of the fastest case."""
+    """A sentence about the fastest case for each state of the page cache.
+
+    node_ranks: number of ranks on rank 0's node. cores: number of cores of that node.
+    """
     sentences: list[str] = []
     for cache in dict.fromkeys(case.key["cache"] for case in cases):
         same = [case for case in cases if case.key["cache"] == cache]
@@ -384,38 +464,33 @@ def answer(node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
         sentences.append(f"{best.name}: {sentence_of(best, node_ranks, cores)}")
     cold = [case for case in cases if case.key["cache"] == "cold"]
     if any(case.metrics["from_device"] < FROM_DEVICE for case in cold):
-        sentences.append("not cold: this file system keeps what it was told to drop")
+        sentences.append("not cold: this file system did not drop files from the page cache")
     return sentences
 
 
 def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
-    """Whether the loader feeds the training, in a sentence. cores: of a host."""
+    """Whether a case is input-bound, in a sentence with the evidence; arguments as for `answer`."""
     m = case.metrics
     wait, resident = m["exposed_wait_s"], m["resident_s"]
-    unsure = "it cannot be told whether the loader feeds the training"
+    unknown = "unclear whether the training is input-bound"
     if wait.low is None:
-        return f"{unsure}: too few samples"
+        return f"{unknown}: too few samples"
     waits = f"a step waits {wait}"
     if wait.high <= SMALL_WAIT * resident.value:
-        return f"not input-bound: {waits}, and computes {resident}"
+        return f"not input-bound: {waits} and computes for {resident}"
     if wait.low <= 0:
-        return f"{unsure}: {waits}; a larger --max-seconds may tell"
-    brings = m["loader_samples_per_s"].text("samples/s", digits=0)
-    takes = m["training_samples_per_s"].text("samples/s", digits=0)
-    rates = f"the loader brings {brings}, training takes {takes}"
-    needed, there = m["workers_needed"], f"this node has {cores} for {count_of(node_ranks, 'rank')}"
+        return f"{unknown}: {waits}; try a larger --max-seconds"
+    loader = m["loader_samples_per_s"].text("samples/s", digits=0)
+    training = m["training_samples_per_s"].text("samples/s", digits=0)
+    rates = f"the loader delivers {loader}, training consumes {training}"
+    needed = m["workers_needed"]
+    cores_text, ranks_text = count_of(cores, "core"), count_of(node_ranks, "rank")
     if needed.value > case.key["workers"]:
-        busy = f"it would keep {needed.text(digits=1)} workers a rank busy"
-        return f"input-bound: {rates}; {busy}, each with a core; {there}"
-    advice = f"they and the ranks share the cores; {there}"
-    return f"the workers slow the training down: {waits}, although {rates}; {advice}"
-
-
-def name_of(args: argparse.Namespace, key: Key) -> str:
-    """What tells a case from the others: the number of workers, and settings that vary."""
-    words = [count_of(key["workers"], "worker")]
-    words += [f"{name} {key[name]}" for name in LISTS[1:] if len(getattr(args, name)) > 1]
-    return ", ".join(words).replace("cache ", "").replace("_", " ")
+        busy = f"training would keep {needed.text(digits=1)} workers per rank busy"
+        node = f"this node has {cores_text} for {ranks_text}"
+        return f"input-bound: {rates}; {busy}, with one core each; {node}"
+    sharing = f"the workers and {ranks_text} share this node's {cores_text}"
+    return f"the workers slow the training down: {waits}, although {rates}; {sharing}"
 
 
 COLUMNS: Columns = {
@@ -436,84 +511,18 @@ COLUMNS: Columns = {
 WIDEST = ["", *["0.0"] * 3, "-0.0 to 00.0"]
 
 
-# -- the files of a run ----------------------------------------------------------------------------
+# -- which cases -----------------------------------------------------------------------------------
 
 
-def make_files(count: int, folder: Path, progress: Callable[[str], None]) -> None:
-    """JPEG files in class folders: the same on every node."""
-    from torchvision.transforms.v2.functional import to_pil_image
-
-    for number in range(CLASSES):
-        (folder / str(number)).mkdir()
-    for number in range(count):
-        progress(f"makes file {number + 1}")
-        image = to_pil_image(random_image(FILE_PIXELS, seed=number))
-        encoded = io.BytesIO()
-        image.save(encoded, "JPEG", quality=90)
-        with open(folder / str(number % CLASSES) / f"{number}.jpg", "wb") as file:
-            file.write(encoded.getvalue())
-            file.flush()
-            os.fsync(file.fileno())  # only what is on the device can be dropped from the page cache
-
-
-def random_image(pixels: int, seed: int) -> Tensor:
-    """Blurred noise with some grain, uint8 [3, pixels, pixels]. Its JPEG has a photo's size."""
-    source = torch.Generator().manual_seed(seed)
-    blocks = pixels // 16 + 2
-    coarse = torch.rand(1, 3, blocks, blocks, generator=source)
-    [smooth] = nn.functional.interpolate(coarse, (pixels, pixels), mode="bilinear")
-    grain = torch.rand(3, pixels, pixels, generator=source) - 0.5
-    image = (smooth + 0.1 * grain).clamp(0, 1)
-    return (image * 255).to(torch.uint8)
-
-
-def find_files(folder: Path) -> Files:
-    """The images in class folders. Raises OSError or ValueError if they cannot be read."""
-    from torchvision.datasets import ImageFolder
-
-    files = ImageFolder(folder).samples
-    few = files[:: math.ceil(len(files) / 8)]  # all files would take too long
-    probe = Images(few, pixels=1)
-    for index in range(len(few)):
-        probe.content(index)
-    return files
-
-
-def make_folder_of_sockets() -> None:
-    """Make the folder in which multiprocessing and its workers open sockets.
-
-    multiprocessing removes it only if this process ends in order. Raises ValueError if its path is
-    too long for a socket: workers would then fail to send their batches.
-    """
-    folder = get_temp_dir()
-    remove_at_end(folder)
-    if len(folder) > LONGEST_FOLDER:
-        limit = f"expected a folder of at most {LONGEST_FOLDER} characters for sockets of workers"
-        raise ValueError(f"{limit}, got {folder}; e.g. TMPDIR=/tmp")
-
-
-def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, str]:
-    """The images of this run, and the folder that was made for them; "" for those of the user."""
-    job = bench.job
-    if args.data:
-        return bench.prepare("--data", lambda: find_files(Path(args.data))), ""
-    first_of_node = job.rank - job.local_rank
-    name = f"input_sweep-{share(secrets.token_hex(8))}-{first_of_node}"
-    folder = Path(tempfile.gettempdir(), name)
-
-    def make() -> None:
-        if job.local_rank == 0:
-            folder.mkdir(mode=0o700)
-            remove_at_end(str(folder))
-            # ahead 0: the other ranks wait for this one, and are not behind it
-            make_files(args.samples, folder, partial(bench.phase, ahead=0))
-
-    bench.prepare("TMPDIR", make)
-    return bench.prepare("TMPDIR", lambda: find_files(folder)), str(folder)
+def name_of(args: argparse.Namespace, key: Key) -> str:
+    """The name of a case: its number of workers, and the other settings that vary."""
+    words = [count_of(key["workers"], "worker")]
+    words += [f"{name} {key[name]}" for name in LISTS[1:] if len(getattr(args, name)) > 1]
+    return ", ".join(words).replace("cache ", "").replace("_", " ")
 
 
 def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
-    """The cases: each is a setting of the loader."""
+    """A case for each combination of the loader's settings."""
     fixed = ("model", "batch_size", "image_size")
     shared = {name: getattr(args, name) for name in fixed}
     shared["data"] = args.data or f"{args.samples} of {FILE_PIXELS} px"
@@ -526,19 +535,21 @@ def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
 
 def main() -> int:
     args = parse_args()
-    used = ["torchvision.datasets.folder", "torchvision.transforms.v2"]  # by each worker
-    set_forkserver_preload([*used, "common.benchmark"])
+    # modules that each worker needs are imported once, in the fork server
+    modules = ["torchvision.datasets.folder", "torchvision.transforms.v2", "common.benchmark"]
+    set_forkserver_preload(modules)
     with Benchmark("input_sweep", args) as bench:
-        title = f"{args.model}, batch size {args.batch_size}, images of {args.data or 'its own'}"
+        images = f"images of {args.data}" if args.data else "generated images"
+        title = f"{args.model}, batch size {args.batch_size}, {images}"
         title += f", page cache {' and '.join(args.cache)}"
         cases = plan(args, bench.job.world_size)
         bench.announce({title: cases})
         if any(args.workers):
-            bench.prepare("TMPDIR", make_folder_of_sockets)
-        files, folder = prepare(bench, args)
+            bench.prepare("TMPDIR", make_socket_folder)
+        files, folder = prepare_files(bench, args)
         cores = len(os.sched_getaffinity(0))
-        answer_here = partial(answer, bench.job.local_world_size, cores)
-        with bench.begin_table(title, COLUMNS, answer_here, Table(COLUMNS, WIDEST)):
+        answer_of_node = partial(answer, bench.job.local_world_size, cores)
+        with bench.begin_table(title, COLUMNS, answer_of_node, Table(COLUMNS, WIDEST)):
             for name, _, key in cases:
                 bench.measure(key, name, partial(build, bench.job, files), derive)
         if folder and bench.job.local_rank == 0:

@@ -57,7 +57,7 @@ def test_a_slow_writer_and_a_wrong_load(bench: Callable[..., Any]) -> None:
     flags = ("--modes", "dcp.save,async-thread,torch.save")
     run = bench(SCRIPT, *SMALL, *flags, inject="slow-writer,wrong-load")
     assert run.status == 1
-    wrong = "failed: rank 1 loads another state than it saved"
+    wrong = "failed: rank 1 loaded a state that differs from the saved one"
     assert [case.check for case in run.report.cases] == [wrong, wrong, "passed"]
     synchronous, beside, _ = (case.metrics for case in run.report.cases)
     planted = TENSORS * 0.005

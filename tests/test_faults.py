@@ -208,7 +208,7 @@ MODES = ("--model", "decoder-nano", "--modes", "dcp.save,torch.save", "--paths",
     ("fault", "script", "flags", "check"),
     [
         ("twin-raises", "parallel_sweep", MESHES, "OutOfMemoryError: injected: no memory for a t"),
-        ("folder-missing", "checkpoint_sweep", MODES, "ValueError: there is no {folder}"),
+        ("folder-missing", "checkpoint_sweep", MODES, "ValueError: {folder}/checkpoint_sweep-"),
     ],
     ids=["twin", "folder"],
 )

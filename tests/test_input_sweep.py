@@ -51,7 +51,7 @@ def test_a_path_too_long_for_sockets(bench: Callable[..., Any], tmp_path: Path) 
     folder.mkdir()
     run = bench(SCRIPT, *TINY, "--workers", "1", ranks=0, TMPDIR=str(folder))
     assert run.status == 2
-    assert "error: TMPDIR: expected a folder of at most 89 characters for sockets of w" in run.err
+    assert "error: TMPDIR: expected a path of at most 89 characters for the workers' s" in run.err
 
 
 @pytest.mark.smoke
@@ -77,7 +77,7 @@ def test_a_dead_worker_and_a_wrong_epoch_are_failed_cases(bench: Callable[..., A
     dead, repeated = (case.check for case in run.report.cases)
     assert dead.startswith("failed: RuntimeError: DataLoader worker ")
     assert dead.endswith("(rank 1)")
-    assert repeated == "failed: 12 of 25 samples do not come in an epoch"
+    assert repeated == "failed: 12 of 25 samples are missing from an epoch"
 
 
 def left_over(folder: Path) -> list[psutil.Process]:

@@ -36,7 +36,7 @@ def test_metrics_by_hand() -> None:
     other = load._replace(same=False)
     checkpoint_sweep.derive(case, times, [fact, fact | {"loads": {"dcp.load": [other]}}])
     assert (case.metrics["state_bytes"], case.metrics["cost"]) == (200_000_000, None)
-    assert case.check == "failed: rank 1 loads another state than it saved"
+    assert case.check == "failed: rank 1 loaded a state that differs from the saved one"
 
 
 def test_the_parts_of_the_median_load_by_hand() -> None:
@@ -60,8 +60,8 @@ def test_the_parts_of_the_median_load_by_hand() -> None:
     case.metrics = {"loads": [row, row | {"way": "another"}], "cost": None}
     case.key["every_s"] = 600
     assert checkpoint_sweep.answers([case])[1] == (
-        "ddp from /x: a load takes 500 ms (200 to 800) by dcp.load (dcp.save), "
-        "500 ms (200 to 800) by another (dcp.save)"
+        "ddp from /x: a load takes 500 ms (200 to 800) with dcp.load (dcp.save), "
+        "500 ms (200 to 800) with another (dcp.save)"
     )
 
 
@@ -71,11 +71,14 @@ def test_the_answer_does_not_rank_modes() -> None:
     costs = {"a": Estimate(0.02, 0.018, 0.022), "b": Estimate(0.01), "queues": None}
     cases = [Case(key=key, ranks=[0], metrics={"cost": c}, name=mode) for mode, c in costs.items()]
     assert checkpoint_sweep.answer(cases) == (
-        "ddp into /x: a checkpoint every 10 min costs the training 1.00 % (no interval) with b, "
-        "2.00 % (1.80 to 2.20) with a; analysis/ab.py compares two modes in turns"
+        "ddp into /x: a checkpoint every 10 min costs 1.00 % (no interval) of training time with "
+        "b, 2.00 % (1.80 to 2.20) with a; these were timed one after the other; use analysis/ab.py "
+        "to compare them in turns"
     )
+    one = checkpoint_sweep.answer(cases[:1])
+    assert one.endswith(" costs 2.00 % (1.80 to 2.20) of training time with a")
     queues = checkpoint_sweep.answer(cases[2:])
-    assert queues == "ddp into /x: no checkpoint is on disk within 10 min"
+    assert queues == "ddp into /x: no upload ends within 10 min"
 
 
 def test_foreign_and_full_folders_are_refused(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_foreign_and_full_folders_are_refused(tmp_path: Path) -> None:
     assert [*new.iterdir()] == []
     full.mkdir()
     (full / "weights.pt").write_text("precious")
-    with pytest.raises(ValueError, match=f"{full}: expected an empty or a new folder"):
+    with pytest.raises(ValueError, match=f"{full}: expected a new or empty folder"):
         checkpoint_sweep.make_folders([str(full)], 0)
     assert (full / "weights.pt").read_text() == "precious"
 

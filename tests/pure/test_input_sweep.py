@@ -33,8 +33,8 @@ class Counted(Images):
     [
         ([1, 2, 1], None),  # 3 samples on 2 ranks: one is padding
         ([1, 0, 1, 0], None),  # half an epoch
-        ([2, 0, 2, 0], "2 of 4 samples do not come in an epoch"),
-        ([2, 0, 0, 0], "1 samples come twice in an epoch; padding explains 0"),
+        ([2, 0, 2, 0], "2 of 4 samples are missing from an epoch"),
+        ([2, 0, 0, 0], "1 samples are repeated in an epoch; padding accounts for 0"),
     ],
 )
 def test_incomplete_and_repeated_samples(seen: list[int], problem: str | None) -> None:
@@ -82,15 +82,15 @@ def test_metrics_by_hand() -> None:
     [
         (
             case_of(0.0201, 0.0125),
-            "input-bound: the loader brings 800 samples/s (800 to 800), training takes 1,280 "
-            "samples/s (1,280 to 1,280); it would keep 3.2 (3.2 to 3.2) workers a rank busy, "
-            "each with a core; this node has 8 for 2 ranks",
+            "input-bound: the loader delivers 800 samples/s (800 to 800), training consumes 1,280 "
+            "samples/s (1,280 to 1,280); training would keep 3.2 (3.2 to 3.2) workers per rank "
+            "busy, with one core each; this node has 8 cores for 2 ranks",
         ),
         (
             case_of(0.2, 0.1),
             "the workers slow the training down: a step waits 100 ms (100 to 100), although the "
-            "loader brings 800 samples/s (800 to 800), training takes 160 samples/s (160 to 160); "
-            "they and the ranks share the cores; this node has 8 for 2 ranks",
+            "loader delivers 800 samples/s (800 to 800), training consumes 160 samples/s (160 to "
+            "160); the workers and 2 ranks share this node's 8 cores",
         ),
     ],
 )
@@ -102,10 +102,10 @@ def test_the_answer_is_about_the_fastest_case_of_each_cache() -> None:
     """The files of the cold case were read from the page cache."""
     cases = [case_of(0.2, 0.1), case_of(0.1002, 0.1), case_of(0.1, 0.1, 2, "cold")]
     assert input_sweep.answer(2, 2, cases) == [
-        "0.1002 s, warm: not input-bound: a step waits 200 us (200 to 200), and computes 100 ms "
+        "0.1002 s, warm: not input-bound: a step waits 200 us (200 to 200) and computes for 100 ms "
         "(100 to 100)",
-        "0.1 s, cold: it cannot be told whether the loader feeds the training: too few samples",
-        "not cold: this file system keeps what it was told to drop",
+        "0.1 s, cold: unclear whether the training is input-bound: too few samples",
+        "not cold: this file system did not drop files from the page cache",
     ]
 
 
@@ -116,5 +116,5 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
         find_files(tmp_path)
     text = tmp_path / "cats" / "a.jpg"
     text.write_text("text")
-    with pytest.raises(ValueError, match=f"^{text} is no image: UnidentifiedImageError$"):
+    with pytest.raises(ValueError, match=f"^{text} is not an image: UnidentifiedImageError$"):
         find_files(tmp_path)
