@@ -1,24 +1,27 @@
 #!/usr/bin/env python3
-"""How fast is a parameter server that waits for a batch of gradients before it answers?
+"""How fast is a parameter server that waits for a batch of gradients before it replies?
 
-The server (the last rank) keeps the model. Each trainer computes gradients on its own batch, sends
-them, and waits. When `--batch-update-size` gradients have arrived, the server averages them, makes
-one step of SGD, and answers all waiting trainers with the new parameters.
+The server, the last rank, holds the model. Each trainer computes gradients on its own batch, sends
+them to the server, and waits for the reply. When `--batch-update-size` gradients have arrived, the
+server averages them, takes one SGD step, and sends the new parameters to all waiting trainers.
 
-    step        = compute gradients, send them, wait; latency: the part from sending to the answer
-    gradients/s = of all trainers, by the seconds of each block of steps until its last one is done
-    updates/s   = gradients/s / gradients of an update, on average
-    MB/s        = gradients/s * 2 * bytes of the parameters: there and back, without pickle's own
+    step          compute gradients, send them, wait for the reply
+    latency       the part of a step from sending the gradients until the new parameters are set
+    gradients/s = gradients of all trainers / sum over blocks of the seconds until the last trainer
+                  has finished
+    updates/s   = gradients/s / mean number of gradients per update
+    MB/s        = gradients/s * 2 * bytes of the parameters (request and reply, without the overhead
+                  of pickle)
 
     torchrun --nproc-per-node 4 benchmarks/batch_update_ps.py
     torchrun --nproc-per-node 9 benchmarks/batch_update_ps.py --in-features 4096 --out-features 4096
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/batch_update_ps.py --batch-update-size 5 --json report.jsonl
 
-The script does what PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous
-Executions" and its parameter_server_test.py did, written anew. Their settings are `--payload module
---iters 4 --rpc-threads 16 --rpc-transports auto --log-updates`. BSD-3-Clause.
-docs/batch_update_ps.md shows how to read the table.
+The script is a new implementation of parameter_server_test.py, the code of PyTorch's tutorial
+"Implementing Batch RPC Processing Using Asynchronous Executions". Its settings are `--payload
+module --iters 4 --rpc-threads 16 --rpc-transports auto --log-updates`. docs/batch_update_ps.md
+explains the table. BSD-3-Clause.
 """
 
 import argparse
@@ -33,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# first: it names a package that is missing
+# before torch: reports a missing package in one line
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
 
 # isort: split
@@ -59,15 +62,16 @@ from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
 
 PAYLOADS = ("module", "tensors")
-SIZES = {  # default and help
-    "in_features": (100, "columns of the model, which is a linear layer"),
-    "out_features": (30, "rows of the model"),
+SIZES = {  # by flag: default, help
+    "in_features": (100, "input features of the model, a linear layer"),
+    "out_features": (30, "output features of the model"),
     "batch_size": (20, "samples per trainer and step"),
-    "num_batches": (4, "distinct batches per trainer, used in turn; --iters counts steps"),
+    "num_batches": (4, "number of different batches per trainer, used cyclically"),
 }
 CHECKED_STEPS = 20
-LOGGED = 300  # the report keeps so many updates of a case, the newest ones
-TOLERANCE = 1e-4  # relative to what the updates change; a lost gradient is 1 in 20 * trainers
+MAX_LOGGED = 300  # number of most recent updates of a case that the report keeps
+# relative to the largest change of a parameter; a lost gradient changes 1 in 20 * trainers of it
+TOLERANCE = 1e-4
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -76,21 +80,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (default, text) in SIZES.items():
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
         add(flag, type=positive_int, default=default, metavar="N", help=text)
-    text = "gradients per update (default: one from each trainer)"
+    text = "number of gradients per update (default: one per trainer)"
     add("--batch-update-size", type=positive_int, metavar="N", help=text)
-    payload = """module: a list of gradients there and the pickled module back, as the tutorial
-        does; tensors: a flat tensor each way (default: both)"""
+    payload = """module: send a list of gradients and receive the pickled module, as in the
+        tutorial; tensors: send and receive one flat tensor (default: both)"""
     add("--payload", type=list_of(str, PAYLOADS), default=[*PAYLOADS], metavar="NAME", help=payload)
-    text = "print the server's log after the table: when each gradient arrived, and each update"
+    text = "after the table, print the server's log of arriving gradients and updates"
     add("--log-updates", action="store_true", help=text)
     add_rpc_flags(parser, server_device="cpu", stragglers=True)
     add_common_flags(parser)
-    parser.set_defaults(backend="gloo")  # trainers meet on it; what is timed goes over RPC
+    parser.set_defaults(backend="gloo")  # only for barriers and the check: the timed calls use RPC
     return parser.parse_args(argv)
 
 
 # [core]
-# `trainers` in the order of their gradients, `came_s` of each, `updated_s` of the model
+# An update in the server's log. trainers: in the order in which their gradients arrived; came_s:
+# time of each arrival; updated_s: time of the update. Times are seconds since the server started.
 Update = dict[str, Any]
 
 
@@ -104,12 +109,16 @@ def create_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def create_batches(count: int, size: int, inputs: int, trainer: int) -> Tensor:
-    """The inputs of a trainer: [count, size, inputs]. All labels are zeros."""
+    """The inputs of a trainer, [count, size, inputs]. All labels are zero.
+
+    trainer: its number, which seeds the generator.
+    """
     generator = torch.Generator().manual_seed(trainer)
     return torch.randn((count, size, inputs), generator=generator)
 
 
 def gradients_of(model: nn.Module, inputs: Tensor) -> list[Any]:
+    """The gradient of each parameter. inputs: [size, inputs]."""
     model.zero_grad()
     outputs = model(inputs)
     nn.functional.l1_loss(outputs, torch.zeros_like(outputs)).backward()
@@ -121,71 +130,72 @@ def flat(tensors: Any) -> Tensor:
 
 
 class BatchUpdateServer:
-    """Answers all who sent gradients, once enough have arrived. RPC's threads call `update`."""
+    """Updates the model once enough gradients have arrived, then replies to their trainers."""
 
     def __init__(self, model: nn.Module, trainers: int, update_size: int, device: str) -> None:
-        """update_size: how many gradients make an update."""
+        """trainers: number of trainers. update_size: number of gradients per update."""
         self.update_size = update_size
         self.device = torch.device(device)
         self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
         self.model = model.to(device)
         self.optimizer = create_optimizer(model)
         parameters = list(model.parameters())
-        self.gradient = torch.zeros_like(flat(parameters))  # the sum of those that have arrived
+        self.gradient = torch.zeros_like(flat(parameters))  # sum for the next update
         parts = self.gradient.split([parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         self.lock = threading.Lock()
-        self.updated: Future[Any] = Future(devices=self.cuda)  # the next update
+        self.updated: Future[Any] = Future(devices=self.cuda)  # completed by the next update
         self.start_s = perf_counter()
-        self.waiting: list[int] = []  # the trainers of the next update
-        self.came_s: list[float] = []  # when the gradients of each of them arrived
-        self.sent = [0] * trainers  # how many gradients each trainer has sent
+        self.waiting: list[int] = []  # trainers whose gradients are in the sum
+        self.came_s: list[float] = []  # time of arrival of each of these gradients
+        self.sent = [0] * trainers  # number of gradients received from each trainer
         self.updates: list[Update] = []  # the log
 
     def update(self, trainer: int, gradients: Any) -> Future[Any]:
-        """Add a trainer's gradients. The future has the parameters after the update.
+        """Add a trainer's gradients; the future holds the parameters after the update. Thread-safe.
 
-        gradients: a flat tensor, which a flat tensor answers, or a list, which the module answers.
+        gradients: a flat tensor, to which the reply is a flat tensor, or a list of tensors, to
+        which the reply is the module.
         """
         is_flat = isinstance(gradients, Tensor)
         gradient = gradients if is_flat else flat(gradients)
         parameters = None
-        with self.lock:  # `+=` reads and writes: two threads at once would lose gradients
+        with self.lock:  # `+=` is not atomic: concurrent calls would lose gradients
             updated = self.updated
             self.gradient += gradient.to(self.device)
             self.waiting.append(trainer)
             self.came_s.append(self.now_s())
             self.sent[trainer] += 1
-            # fewer are enough where nobody is missing: all may have sent their last ones
+            # fewer gradients suffice if no trainer is behind: there may be no further gradients
             if len(self.waiting) == self.update_size or not self.missing():
-                # no copy if all wait for the answer: the next gradient comes after it
-                stays = len(self.waiting) == len(self.sent) and self.device == gradient.device
+                # no copy needed if all trainers wait: gradients arrive only after the reply
+                in_place = len(self.waiting) == len(self.sent) and self.device == gradient.device
                 self.step()
                 if is_flat:
-                    new: Any = flat(self.model.parameters())
+                    reply: Any = flat(self.model.parameters())
                 else:
-                    new = self.model if stays else copy.deepcopy(self.model)
-                parameters = new if stays else new.to(gradient.device)
+                    reply = self.model if in_place else copy.deepcopy(self.model)
+                parameters = reply if in_place else reply.to(gradient.device)
                 self.updated = Future(devices=self.cuda)
-            if self.cuda:  # each request has a stream of its own
+            if self.cuda:  # requests run on different streams, which the lock does not order
                 torch.cuda.current_stream(self.device).synchronize()
-        if parameters is not None:  # not under the lock: the next gradients may come meanwhile
+        if parameters is not None:  # outside the lock, so that gradients can arrive meanwhile
             updated.set_result(parameters)
         return updated
 
     def now_s(self) -> float:
-        """Seconds since this server began, to the microsecond."""
+        """Seconds since this server started, rounded to microseconds."""
         return round(perf_counter() - self.start_s, 6)
 
     def missing(self) -> list[int]:
-        """The trainers that have sent fewer gradients than another one, and do not wait."""
+        """The trainers that are behind: they have sent fewer gradients and are not waiting."""
         most = max(self.sent)
         late = [trainer for trainer, count in enumerate(self.sent) if count < most]
         return [trainer for trainer in late if trainer not in self.waiting]
 
     def step(self) -> None:
-        """Update the model by the mean of the gradients that have arrived."""
+        """Update the model with the mean of the gradients that have arrived."""
         self.gradient /= len(self.waiting)
         self.optimizer.step()
         self.gradient.zero_()
@@ -194,7 +204,7 @@ class BatchUpdateServer:
         self.waiting, self.came_s = [], []
 
 
-SERVER: list[BatchUpdateServer] = []  # of this process
+SERVER: list[BatchUpdateServer] = []  # the server of this process, if it is one
 
 
 def start_server(inputs: int, outputs: int, trainers: int, update_size: int, device: str) -> None:
@@ -214,14 +224,17 @@ def get_state() -> dict[str, Any]:
 
 
 def send_gradients(trainer: int, gradients: Any, timeout_s: float) -> Any:
-    """Send gradients to the server. Its answer, or TimeoutError with who has not sent."""
+    """Send gradients to the server and return its reply.
+
+    Raises TimeoutError with the names of the trainers that have not sent their gradients.
+    """
     try:
         return rpc.rpc_sync("server0", update_and_fetch, (trainer, gradients), {}, timeout_s)
     except RuntimeError as error:
         if "ran for more than" not in str(error):
             raise
         missing = rpc.rpc_sync("server0", get_state)["missing"]
-        names = ", ".join(f"trainer{number}" for number in missing) or "nobody"
+        names = ", ".join(f"trainer{number}" for number in missing) or "none"
         raise TimeoutError(f"waited {timeout_s:g} s; missing: {names}") from None
 
 
@@ -238,24 +251,28 @@ def batches_of(key: Key, trainer: int) -> Tensor:
 
 
 def build(job: Job, key: Key, group: Group, *, server_device: str, timeout_s: float) -> Workload:
-    """What a trainer measures; before that, the check."""
+    """Check the first steps, then build the workload of a trainer.
+
+    timeout_s: limit on the wait for a reply.
+    """
     trainer, device = job.rank, str(job.device)
-    wire = "cpu" if server_device == "cpu" else device  # without a device map CUDA cannot travel
+    # RPC sends CUDA tensors only over a device map, which requires both sides to be on CUDA
+    wire = "cpu" if server_device == "cpu" else device
     if trainer == 0:
         names = ("in_features", "out_features", "ranks", "batch_update_size")
         sizes = [key[name] for name in names]
         rpc.rpc_sync("server0", start_server, args=(*sizes, server_device))
     batches = batches_of(key, trainer).to(device)
     model = model_of(key).to(device)
-    create_optimizer(model)  # it may import parts of torch: before anybody waits for this trainer
+    create_optimizer(model)  # imports parts of torch, which must not delay a first step
     gradients_of(model, batches[0])
-    # From here on the server has the same model, and every trainer is ready to send gradients.
-    # Without the barrier the others would time out while one is still setting up.
+    # After this barrier the server has the same model and all trainers are ready to send gradients.
+    # Without it, trainers would time out while another one is still setting up.
     dist.barrier(group.control)
     sent = 0
 
     def step() -> float:
-        """Seconds from sending the gradients until the new parameters are here."""
+        """Train on a batch. Returns the latency in seconds, until the new parameters are set."""
         nonlocal model, sent
         gradients = gradients_of(model, batches[sent % len(batches)])
         start = perf_counter()
@@ -264,8 +281,8 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, timeout_s: fl
             vector_to_parameters(parameters, model.parameters())
         else:
             on_wire = [gradient.to(wire) for gradient in gradients]
-            answer = send_gradients(trainer, on_wire, timeout_s)
-            model = answer if wire == device else answer.to(device)
+            reply = send_gradients(trainer, on_wire, timeout_s)
+            model = reply if wire == device else reply.to(device)
         sent += 1
         return perf_counter() - start
 
@@ -273,18 +290,19 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, timeout_s: fl
         step()
     wrong = compare_with_replay(key, group, flat(model.parameters()).cpu())
 
-    def facts() -> dict[str, Any]:  # all trainers are done: their times are gathered
+    def facts() -> dict[str, Any]:  # all trainers have finished: their times were gathered
         updates = rpc.rpc_sync("server0", get_state)["updates"] if trainer == 0 else []
         return {"wrong": wrong, "sent": sent, "updates": updates}
 
-    # the trainers do not wait for each other where an update needs fewer than all of them
+    # not aligned: with a smaller --batch-update-size trainers do not wait for each other
     return Workload(step, facts=facts, returned=list, aligned=False)
 
 
 def compare_with_replay(key: Key, group: Group, parameters: Tensor) -> str | None:
-    """Whose parameters are not those of one process that replays the server's log; or None.
+    """Compare the parameters of all trainers and of the server with a replay of the server's log.
 
-    Trainer 0 compares those of all trainers and of the server.
+    parameters: of this trainer, [n]. Returns a description of the first difference on trainer 0;
+    None on other trainers, and if there is no difference.
     """
     is_first = dist.get_rank(group.control) == 0
     trained: list[Any] | None = [None] * len(group.ranks) if is_first else None
@@ -295,16 +313,19 @@ def compare_with_replay(key: Key, group: Group, parameters: Tensor) -> str | Non
     replayed = replay_updates(key, state["updates"])
     change = (replayed[-1] - flat(model_of(key).parameters())).abs().max()
     names = [*(f"trainer{trainer}" for trainer in range(len(trained))), "server0"]
-    for name, got, wanted in zip(names, [*trained, state["parameters"]], replayed, strict=True):
-        error = float((got - wanted).abs().max() / change)
-        if not error < TOLERANCE:  # NaN is wrong, too
+    for name, got, expected in zip(names, [*trained, state["parameters"]], replayed, strict=True):
+        error = float((got - expected).abs().max() / change)
+        if not error < TOLERANCE:  # also if it is NaN
             after = f"after {len(state['updates'])} updates the parameters of {name}"
-            return f"{after} are {error:.2g} of their change off a replay of the server's log"
+            return f"{after} differ from a replay of its log by {error:.2g} of their change"
     return None
 
 
 def replay_updates(key: Key, updates: list[Update]) -> list[Tensor]:
-    """The parameters of each trainer after these updates, then the server's, in one process."""
+    """Apply the updates of a log in one process.
+
+    Returns the parameters of each trainer, then those of the server, [n] each.
+    """
     model = model_of(key)
     optimizer = create_optimizer(model)
     trainers = range(key["ranks"])
@@ -322,7 +343,7 @@ def replay_updates(key: Key, updates: list[Update]) -> list[Tensor]:
 
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check. facts: of each trainer."""
+    """Compute the metrics and the verdict of the check. facts: one entry per trainer."""
     key, metrics = case.key, case.metrics
     step_times, gradients_per_s = own_pace(times.each(), case.rounds, "step")
     latencies, _ = own_pace(times.returned, case.rounds, "latency")
@@ -340,7 +361,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         problem = f"the trainers sent {sent} gradients, the server's log has {arrived}"
     case.check = verdict(problem)
     metrics["updates"] = len(updates)
-    metrics["log"] = updates[-LOGGED:]
+    metrics["log"] = updates[-MAX_LOGGED:]
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -363,34 +384,36 @@ WIDEST = ["", "100.000", "+-10.0%", "10000.0", "1000.0 to 1000.0", "100.000"]
 
 
 def log_of(case: Case) -> str:
-    """The server's log as lines: which gradients came when, and each update."""
+    """The server's log: a line for each gradient and for each update, with its time."""
     size = case.key["batch_update_size"]
     log = case.metrics["log"]
     total = case.metrics["updates"]
-    lines = [f"log of {case.key['payload']}, {len(log)} of {total} updates; seconds of the server"]
+    shown = f"{len(log)} of {total} updates"
+    lines = [f"log of {case.key['payload']}, {shown}; seconds since the server started"]
     for number, update in enumerate(log, total - len(log) + 1):
         arrivals = zip(update["trainers"], update["came_s"], strict=True)
         for count, (trainer, came_s) in enumerate(arrivals, 1):
-            lines.append(f"{came_s:12.6f}  got trainer{trainer}, {count} of {size}")
-        lines.append(f"{update['updated_s']:12.6f}  update {number}: the model is new")
+            lines.append(f"{came_s:12.6f}  gradients of trainer{trainer}, {count} of {size}")
+        lines.append(f"{update['updated_s']:12.6f}  update {number}: model updated")
     return "\n".join(lines)
 
 
 def answer(cases: list[Case]) -> str:
-    """How many updates a second with each payload."""
+    """The update rate with each payload."""
     rates = {f"payload {case.name}": case.metrics["updates_per_s"] for case in cases}
-    return f"the server makes {side_by_side(rates, 'updates/s')}"
+    return f"the server performs {side_by_side(rates, 'updates/s')}"
 
 
 # -- which cases -----------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, roles: Roles) -> list[Planned]:
-    """One case a payload."""
+    """A case for each payload."""
     trainers = len(roles.trainers)
     size = args.batch_update_size or trainers
-    if size > trainers:  # each sends one gradient, and waits
-        refuse(f"--batch-update-size {size}: expected at most one for each trainer; try {trainers}")
+    if size > trainers:  # such an update would never be complete: a trainer sends one, then waits
+        limit = f"expected at most the number of trainers ({trainers})"
+        refuse(f"--batch-update-size: {limit}, got {size}; try {trainers}")
     fixed: Key = {name: getattr(args, name) for name in SIZES}
     fixed |= {"server_device": roles.device(roles.servers[0]), "batch_update_size": size}
     return [(payload, trainers, {"payload": payload} | fixed) for payload in args.payload]
@@ -404,7 +427,7 @@ def main() -> int:
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         cases = [(name, ranks, key | options.key()) for name, ranks, key in cases]
-        update = f"{count_of(cases[0][2]['batch_update_size'], 'gradient')} an update"
+        update = f"{count_of(cases[0][2]['batch_update_size'], 'gradient')} per update"
         title = f"Linear({args.in_features}, {args.out_features}), "
         title += f"{count_of(len(roles.trainers), 'trainer')} with batches of {args.batch_size}, "
         title += f"{update}\n{options}"
@@ -418,7 +441,7 @@ def main() -> int:
             for name, _, key in cases:
                 bench.measure(key, name, build_case, derive, ranks=roles.trainers)
         if args.log_updates:
-            for case in table.passed:  # not between the rows of the table
+            for case in table.passed:
                 bench.print(f"\n{log_of(case)}")
     return bench.status
 

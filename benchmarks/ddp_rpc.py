@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""How fast does a model train whose embeddings live on servers and whose dense part is under DDP?
+"""How fast does a model train with embeddings on parameter servers and a dense part under DDP?
 
-Each server holds an EmbeddingBag (sum). A trainer asks all servers by RPC to look up a batch (20 to
-50 indices in bags of 1 to 10), joins the answers, runs them through a dense stack
-(512-256-128-ReLU-64-32-8) under DistributedDataParallel, and brings the gradients back to the
-tables. If the tables do not join to 512 columns, a linear layer before the stack makes 512 of them.
-The script times an epoch of 10 batches, and the phases of a batch within it. The batches are made
-before the timing, and are the same in each epoch.
+Each server holds an EmbeddingBag (mode sum). For each batch, of 20 to 50 indices in bags of 1 to
+10, a trainer looks up the embeddings on all servers by RPC, concatenates the results, trains a
+dense stack (512-256-128-ReLU-64-32-8) under DistributedDataParallel, and returns the gradients to
+the servers' tables. If the concatenated embeddings do not have 512 columns, a linear layer before
+the stack projects them to 512. The script times epochs of 10 batches, and within them the phases of
+a batch. The batches are generated before the timing and are the same in each epoch.
 
-    sec/epoch   of a trainer; `All`: of the slowest trainer, epoch by epoch
-    samples/s = bags of its epoch / sec/epoch; `All`: bags of all trainers / that
+    sec/epoch   of each trainer; `All`: of the slowest trainer in each epoch
+    samples/s = bags per epoch / sec/epoch; `All`: bags of all trainers / sec/epoch of `All`
 
     torchrun --nproc-per-node 4 benchmarks/ddp_rpc.py
     torchrun --nproc-per-node 17 benchmarks/ddp_rpc.py --number-trainers 8 --number-ps 8
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/ddp_rpc.py --number-embeddings 1000000 --sparse --json report.jsonl
 
-The first ranks are trainers, then come servers, and the last rank is the master, which sets up the
-servers. The script does what PyTorch's benchmark_ddp_rpc.py did, written anew. The settings of that
-script are `--lookup sequential --autograd distributed --backend gloo --epochs 100 --rpc-threads 16
---rpc-transports auto`. BSD-3-Clause. How to read the tables: docs/ddp_rpc.md.
+The first ranks are trainers, the next ones servers, and the last rank is the master, which sets up
+the servers. The script is a new implementation of PyTorch's benchmark_ddp_rpc.py, whose settings
+are `--lookup sequential --autograd distributed --backend gloo --epochs 100 --rpc-threads 16
+--rpc-transports auto`. docs/ddp_rpc.md explains the tables. BSD-3-Clause.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# first: it names a package that is missing
+# before torch: reports a missing package in one line
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
 
 # isort: split
@@ -63,36 +63,37 @@ from common.table import Columns, Table, fitted, metric, percentile_columns, rel
 from common.timing import Workload
 
 PHASES = ("lookup", "forward", "backward", "step")
-# the check against one process trains this, in float64: rounding does not hide an error there
+# settings of the check against a single process; rounding in float32 could hide a lost gradient
 CHECKED = {"number_embeddings": 50, "batches": 3, "dtype": "float64"}
-TOLERANCE = 1e-6  # relative to the largest change in these steps
+TOLERANCE = 1e-6  # relative to the largest change of a parameter in these steps
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    text = "trainers (default: half of the ranks)"
+    text = "number of trainers (default: half of the ranks)"
     add("--number-trainers", type=positive_int, metavar="N", help=text)
-    text = "parameter servers (default: the other half)"
+    text = "number of parameter servers (default: the other half)"
     add("--number-ps", type=positive_int, metavar="N", help=text)
-    text = "rows of a table (default: 300)"
+    text = "rows of each server's table (default: 300)"
     add("--number-embeddings", type=positive_int, default=300, metavar="N", help=text)
-    text = "columns of a table (default: 64)"
+    text = "columns of each server's table (default: 64)"
     add("--embedding-dim", type=positive_int, default=64, metavar="N", help=text)
-    add("--sparse", action="store_true", help="tables with sparse gradients")
-    how = list_of(str, ["parallel", "sequential"])
-    text = "ask all servers at once or one after the other (default: parallel)"
-    add("--lookup", type=how, default="parallel", metavar="HOW", help=text)
-    how = list_of(str, ["distributed", "manual"])
-    text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: a call
-        brings the gradient to each server, which applies it (default: both)"""
-    add("--autograd", type=how, default="all", metavar="HOW", help=text)
+    add("--sparse", action="store_true", help="use sparse gradients for the tables")
+    modes = list_of(str, ["parallel", "sequential"])
+    text = """query the servers concurrently (parallel) or one after the other (sequential)
+        (default: parallel)"""
+    add("--lookup", type=modes, default="parallel", metavar="MODE", help=text)
+    modes = list_of(str, ["distributed", "manual"])
+    text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: one call
+        per server sends the gradient, which the server applies (default: both)"""
+    add("--autograd", type=modes, default="all", metavar="MODE", help=text)
     add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
-    text = "alias of --iters: N timed epochs, each of the same 10 batches"
+    text = "alias of --iters: time N epochs, each of the same 10 batches"
     add("--epochs", type=positive_int, dest="iters", metavar="N", help=text)
-    text = "alias of --warmup-iters"
-    add("--warmup-cycles", type=number(int), dest="warmup_iters", help=text)
+    text = "alias of --warmup-iters, in epochs"
+    add("--warmup-cycles", type=number(int), dest="warmup_iters", metavar="N", help=text)
     return parser.parse_args(argv)
 
 
@@ -104,7 +105,7 @@ LR = 0.05
 
 
 def create_dense(width: int, dtype: torch.dtype) -> nn.Module:
-    """Input [bags, width], output [bags, CLASSES]."""
+    """The dense stack: input [bags, width], output [bags, CLASSES]."""
     torch.manual_seed(0)
     layers = [
         nn.Linear(DENSE_INPUT, 256),
@@ -114,7 +115,7 @@ def create_dense(width: int, dtype: torch.dtype) -> nn.Module:
         nn.Linear(64, 32),
         nn.Linear(32, CLASSES),
     ]
-    if width != DENSE_INPUT:  # eight tables of 64 columns join to DENSE_INPUT
+    if width != DENSE_INPUT:  # eight tables of 64 columns need no projection
         layers.insert(0, nn.Linear(width, DENSE_INPUT, bias=False))
     return nn.Sequential(*layers).to(dtype)
 
@@ -125,12 +126,15 @@ def create_table(rows: int, columns: int, sparse: bool, dtype: Any, seed: int) -
 
 
 def create_epoch(batches: int, rows: int, trainer: int) -> list[Batch]:
-    """The batches of a trainer, drawn from its number: 20 to 50 indices in bags of 1 to 10."""
+    """The batches of a trainer: 20 to 50 indices in bags of 1 to 10.
+
+    trainer: its number, which seeds the generator.
+    """
     rng = np.random.default_rng(trainer)
     epoch = []
     for _ in range(batches):
         count = int(rng.integers(20, 50, endpoint=True))
-        # for at least as many bags as are needed
+        # as many bags as there are indices, of which the first ones are used
         bag_sizes = rng.integers(1, 10, size=count, endpoint=True)
         starts = np.concatenate([[0], np.cumsum(bag_sizes)])
         offsets = torch.tensor(starts[starts < count])
@@ -140,40 +144,38 @@ def create_epoch(batches: int, rows: int, trainer: int) -> list[Batch]:
     return epoch
 
 
-def loss_of(dense: nn.Module, looked_up: list[Tensor], targets: Tensor) -> Tensor:
-    joined = torch.cat([part.to(targets.device) for part in looked_up], dim=1)
-    return nn.functional.cross_entropy(dense(joined), targets)
+def loss_of(dense: nn.Module, embeddings: list[Tensor], targets: Tensor) -> Tensor:
+    """Cross-entropy of the dense part. embeddings: [bags, columns] per server; targets: [bags]."""
+    inputs = torch.cat([part.to(targets.device) for part in embeddings], dim=1)
+    return nn.functional.cross_entropy(dense(inputs), targets)
 
 
-SERVER: list[nn.EmbeddingBag] = []  # the table of this process
-TABLE_LOCK = threading.Lock()  # several threads of RPC run calls at once
+SERVER: list[nn.EmbeddingBag] = []  # the table of this process, if it is a server
+TABLE_LOCK = threading.Lock()  # RPC threads run concurrently
 
 
 def start_server(device: str, *table: Any) -> None:
-    """table: the arguments of `create_table`."""
+    """Create the table on a server. table: the arguments of `create_table`."""
     SERVER[:] = [create_table(*table).to(device)]
 
 
-def look_up(indices: Tensor, offsets: Tensor, stays: bool, graph: bool) -> Tensor:
-    """[bags, columns]; on the CPU, or on the table's device if it `stays` there.
-
-    graph: whether autograd follows.
-    """
+def look_up(indices: Tensor, offsets: Tensor, to_cpu: bool, track_gradient: bool) -> Tensor:
+    """The sums of a server's rows, [bags, columns], on the table's device or on the CPU."""
     table = SERVER[0]
     device = table.weight.device
-    with torch.set_grad_enabled(graph):
-        looked_up: Tensor = table(indices.to(device), offsets.to(device))
-        return looked_up if stays else looked_up.cpu()
+    with torch.set_grad_enabled(track_gradient):
+        embeddings: Tensor = table(indices.to(device), offsets.to(device))
+        return embeddings.cpu() if to_cpu else embeddings
 
 
 def apply_gradient(indices: Tensor, offsets: Tensor, gradient: Tensor) -> None:
-    """One step of SGD. gradient: of what `look_up` returned for these indices."""
-    looked_up = look_up(indices, offsets, stays=True, graph=True)
-    weight, device = SERVER[0].weight, looked_up.device
-    (table_gradient,) = torch.autograd.grad(looked_up, weight, gradient.to(device))
+    """Apply a step of SGD to the table. gradient: with respect to the result of `look_up`."""
+    embeddings = look_up(indices, offsets, to_cpu=False, track_gradient=True)
+    weight, device = SERVER[0].weight, embeddings.device
+    (table_gradient,) = torch.autograd.grad(embeddings, weight, gradient.to(device))
     with TABLE_LOCK, torch.no_grad():
         weight.add_(table_gradient, alpha=-LR)
-        if looked_up.is_cuda:  # each call has its own streams, which the lock does not order
+        if embeddings.is_cuda:  # calls run on different streams, which the lock does not order
             torch.cuda.current_stream(device).synchronize()
 
 
@@ -183,17 +185,17 @@ def get_weight() -> Tensor:
 
 @dataclass(frozen=True)
 class Tables:
-    """The servers' tables, as a trainer sees them."""
+    """How a trainer queries the servers' tables."""
 
-    servers: list[str]
-    at_once: bool  # all servers are asked at once, not one after the other
-    stays: bool  # what is looked up stays on the servers' device
-    graph: bool  # autograd follows
+    servers: list[str]  # names of RPC workers
+    parallel: bool  # query all servers concurrently
+    to_cpu: bool  # receive embeddings on the CPU, not on the servers' device
+    track_gradient: bool  # record the lookup for distributed autograd
 
     def look_up(self, indices: Tensor, offsets: Tensor) -> list[Tensor]:
-        """Each server's part of the rows."""
-        batch = (indices, offsets, self.stays, self.graph)
-        if not self.at_once:
+        """The embeddings of a batch, one tensor [bags, columns] per server."""
+        batch = (indices, offsets, self.to_cpu, self.track_gradient)
+        if not self.parallel:
             return [rpc.rpc_sync(server, look_up, args=batch) for server in self.servers]
         calls = [rpc.rpc_async(server, look_up, args=batch) for server in self.servers]
         return torch.futures.wait_all(calls)
@@ -205,18 +207,18 @@ def distributed_optimizer(servers: list[str], ddp: nn.Module) -> Any:
     return torch.distributed.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=LR)
 
 
-Mark = Callable[[str], None]  # is told which phase of a step has just ended
+Mark = Callable[[str], None]  # called with the name of a phase when that phase ends
 
 
 def distributed_step(
     ddp: nn.Module, optimizer: Any, tables: Tables, batch: Batch, mark: Mark
 ) -> None:
-    """Torch brings the gradients to the servers, and runs an optimizer there."""
+    """Train a batch: torch sends the gradients to the servers and runs an optimizer there."""
     indices, offsets, targets = batch
     with dist_autograd.context() as context:
-        looked_up = tables.look_up(indices, offsets)
+        embeddings = tables.look_up(indices, offsets)
         mark("lookup")
-        loss = loss_of(ddp, looked_up, targets)
+        loss = loss_of(ddp, embeddings, targets)
         mark("forward")
         dist_autograd.backward(context, [loss])
         mark("backward")
@@ -225,17 +227,17 @@ def distributed_step(
 
 
 def manual_step(ddp: nn.Module, optimizer: Any, tables: Tables, batch: Batch, mark: Mark) -> None:
-    """The same without distributed autograd: a call brings the gradient to each server."""
+    """Train a batch without distributed autograd: one call per server sends the gradient."""
     indices, offsets, targets = batch
-    looked_up = [part.requires_grad_() for part in tables.look_up(indices, offsets)]
+    embeddings = [part.requires_grad_() for part in tables.look_up(indices, offsets)]
     mark("lookup")
     optimizer.zero_grad()
-    loss = loss_of(ddp, looked_up, targets)
+    loss = loss_of(ddp, embeddings, targets)
     mark("forward")
     loss.backward()
     mark("backward")
     calls = []
-    for server, part in zip(tables.servers, looked_up, strict=True):
+    for server, part in zip(tables.servers, embeddings, strict=True):
         gradient = (indices, offsets, part.grad)
         calls.append(rpc.rpc_async(server, apply_gradient, args=gradient))
     optimizer.step()
@@ -248,7 +250,7 @@ def manual_step(ddp: nn.Module, optimizer: Any, tables: Tables, batch: Batch, ma
 
 
 def table_of(key: Key, server: int) -> tuple[Any, ...]:
-    """The arguments of `create_table`."""
+    """The arguments of `create_table` for a server, counted from 0."""
     sizes = (key["number_embeddings"], key["embedding_dim"])
     return (*sizes, key["sparse"], getattr(torch, key["dtype"]), 1 + server)
 
@@ -262,34 +264,37 @@ def epoch_of(key: Key, trainer: int) -> list[Batch]:
 
 
 def start_servers(key: Key, devices: list[str]) -> None:
-    """The master runs this."""
+    """Create the tables of a case; runs on the master. devices: one per server."""
     for server, device in enumerate(devices):
         rpc.rpc_sync(f"server{server}", start_server, args=(device, *table_of(key, server)))
 
 
 class Training(NamedTuple):
-    """What `start_training` has set up on this trainer."""
+    """A model in training, on one trainer."""
 
     dense: nn.Module
     phases: Phases
-    epoch: Callable[..., Stamps]  # trains an epoch; `mark` is told the end of each phase
-    weights: Callable[[], list[Tensor]]  # of the servers' tables, as they are
+    epoch: Callable[..., Stamps]  # epoch(mark=...) trains an epoch
+    weights: Callable[[], list[Tensor]]  # fetches the servers' tables, [rows, columns] each
 
 
 def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Training:
-    """New tables on all servers and a new dense part here. devices: of the servers."""
+    """Create new tables on all servers and a new dense part on this trainer.
+
+    devices: one per server.
+    """
     if job.rank == 0:
         rpc.rpc_sync("master", start_servers, args=(key, devices))
-    dist.barrier(group.control)  # the servers have their tables
+    dist.barrier(group.control)  # all tables exist
     dense = dense_of(key).to(job.device)
     phases = Phases(job.device)
     ddp = DistributedDataParallel(dense, process_group=group.test)
     servers = [f"server{server}" for server in range(key["servers"])]
     tables = Tables(
         servers,
-        at_once=key["lookup"] == "parallel",
-        stays=key["device"] == "cuda",
-        graph=key["autograd"] == "distributed",
+        parallel=key["lookup"] == "parallel",
+        to_cpu=key["device"] != "cuda",  # of the trainers
+        track_gradient=key["autograd"] == "distributed",
     )
     if key["autograd"] == "distributed":
         step = partial(distributed_step, ddp, distributed_optimizer(servers, ddp), tables)
@@ -298,7 +303,7 @@ def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Trai
         step = partial(manual_step, ddp, optimizer, tables)
     batches = []
     for indices, offsets, targets in epoch_of(key, job.rank):
-        # the targets go where the loss is computed; the rest stays on the CPU, to travel
+        # the loss is computed on this device; indices and offsets are sent from the CPU
         batches.append((indices, offsets, targets.to(job.device)))
 
     def epoch(mark: Mark = phases.mark) -> Stamps:
@@ -308,18 +313,20 @@ def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Trai
         return phases.step
 
     def weights() -> list[Tensor]:
-        rows = torch.arange(key["number_embeddings"])  # every row is a bag of its own
-        return replace(tables, stays=False, graph=False).look_up(rows, rows)
+        rows = torch.arange(key["number_embeddings"])  # a bag for each row
+        return replace(tables, to_cpu=True, track_gradient=False).look_up(rows, rows)
 
     return Training(dense, phases, epoch, weights)
 
 
-def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[str, Any]:
-    """The check: train a small case one trainer at a time. What `derive` compares.
+def train_serially(job: Job, key: Key, group: Group, devices: list[str]) -> dict[str, Any]:
+    """Train a small model for the check, with updates by one trainer at a time.
 
-    No trainer changes a table while another one changes it or looks it up.
+    Barriers keep a trainer from updating a table while another one updates or reads it. Returns
+    this trainer's facts for `derive`.
     """
     training = start_training(job, key, group, devices)
+    # trainer n updates the tables after n barriers, and all trainers pass the same number of them
     barriers = {"backward": job.rank, "step": key["ranks"] - job.rank}
 
     def wait_for_turn(phase: str) -> None:
@@ -334,16 +341,17 @@ def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[
 
 
 def build(job: Job, key: Key, group: Group, *, devices: list[str]) -> Workload:
-    """What a trainer measures; before that, the check. devices: of the servers."""
-    facts = train_in_turn(job, key | CHECKED, group, devices)
+    """Check a small model, then build the workload of a trainer. devices: one per server."""
+    facts = train_serially(job, key | CHECKED, group, devices)
     training = start_training(job, key, group, devices)
     return Workload(training.epoch, facts=lambda: facts, returned=training.phases.durations)
 
 
 def error_of(key: Key, trained: list[Tensor]) -> float:
-    """How far tables and dense weights are off a single process's, relative to their change in it.
+    """The largest difference from a model that one process trains, relative to its change there.
 
-    That process applies each trainer's gradient to the tables, and the average to the dense part.
+    That process applies the gradient of each trainer to the tables, and the average over trainers
+    to the dense part. trained: the tables and then the dense parameters, as the trainers left them.
     """
     bags = [create_table(*table_of(key, server)) for server in range(key["servers"])]
     model = dense_of(key)
@@ -356,18 +364,17 @@ def error_of(key: Key, trained: list[Tensor]) -> float:
     for batches in zip(*epochs, strict=True):
         optimizer.zero_grad()
         for indices, offsets, targets in batches:
-            looked_up = [bag(indices, offsets) for bag in bags]
-            loss_of(model, looked_up, targets).backward()
+            embeddings = [bag(indices, offsets) for bag in bags]
+            loss_of(model, embeddings, targets).backward()
         optimizer.step()
     errors = []
-    for got, wanted, old in zip(trained, weights, before, strict=True):
-        changed = got.cpu() - old
-        errors.append(relative_error(changed, wanted - old))
+    for got, expected, old in zip(trained, weights, before, strict=True):
+        errors.append(relative_error(got.cpu() - old, expected - old))
     return max(errors)
 
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check. facts: of each trainer."""
+    """Compute the metrics and the verdict of the check. facts: one entry per trainer."""
     metrics = case.metrics
     by_trainer: list[dict[str, Any]] = []
     for trainer, epochs_s in zip(case.ranks, times.each(), strict=True):
@@ -375,41 +382,42 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         by_trainer.append(epoch_metrics(epochs_s, samples))
     metrics |= epoch_metrics(times.slowest(), sum(row["samples"] for row in by_trainer))
     metrics["trainers"] = by_trainer
-    seconds = pool(itertools.chain(*times.returned))  # in the epochs of all trainers
+    seconds = pool(itertools.chain(*times.returned))  # over the epochs of all trainers
     batches = times.each().size * case.key["batches"]
     for phase in PHASES:
         metrics[f"{phase}_s"] = sum(seconds[phase]) / batches
     problem = compare_replicas([fact["dense"] for fact in facts], case.ranks)
     error = facts[0]["error"]
-    if not problem and not error <= TOLERANCE:  # NaN is an error, too
-        after = f"after {CHECKED['batches']} steps the parameters are {error:.2g} of their change"
-        problem = f"{after} away from a single process (at most {TOLERANCE:g})"
+    if not problem and not error <= TOLERANCE:  # also if it is NaN
+        steps = CHECKED["batches"]
+        problem = f"after {steps} steps the parameters differ from those of a single process by "
+        problem += f"{error:.2g} of their change (limit {TOLERANCE:g})"
     case.check = verdict(problem)
 
 
 def epoch_metrics(epochs_s: ArrayLike, samples: int) -> dict[str, Any]:
-    """The times of epochs [n], in each of which so many samples are trained."""
+    """Times and rates of epochs [n]. samples: number of samples per epoch."""
     metrics: dict[str, Any] = {"epoch_s": median(epochs_s), **percentiles(epochs_s, "epoch")}
-    del metrics["epoch_p50_s"]  # it is epoch_s
+    del metrics["epoch_p50_s"]  # the same as epoch_s
     return metrics | {"samples": samples, "samples_per_s": samples / metrics["epoch_s"]}
 
 
 # -- what is printed -------------------------------------------------------------------------------
 
-ROWS: Columns = {  # `All`, and each trainer
+ROWS: Columns = {  # of `All` and of each trainer
     "": lambda row: row.name,
     "95% ci\nof p50": relative("epoch_s"),
     **percentile_columns("epoch", "sec/epoch", "samples/s", lambda row: row.metrics["samples"]),
     "samples\n/epoch": metric("samples", digits=0),
 }
 SPLIT: Columns = {
-    "ms a batch": lambda case: case.name,
+    "ms per batch": lambda case: case.name,
     **{name: metric(f"{name}_s", 1e3, 3) for name in PHASES},
 }
 
 
 class TrainersTable(Table):
-    """A small table for each case: a row for all of its trainers, and one for each of them."""
+    """A small table per case: a row for all trainers together, then one for each trainer."""
 
     def row(self, case: Case) -> str:
         self.cases.append(case)
@@ -424,16 +432,16 @@ class TrainersTable(Table):
 
 
 def answer(cases: list[Case]) -> str:
-    """The rate of each way of lookup and autograd."""
+    """The throughput of each combination of lookup and autograd."""
     rates = {case.name: case.metrics["samples_per_s"] for case in cases}
-    return f"the trainers train {side_by_side(rates, 'samples/s')}"
+    return f"the trainers process {side_by_side(rates, 'samples/s')}"
 
 
 # -- which cases -----------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
-    """Every way of lookup with every way of autograd."""
+    """A case for each combination of lookup and autograd."""
     fixed: Key = {
         "number_embeddings": args.number_embeddings,
         "embedding_dim": args.embedding_dim,
@@ -453,7 +461,7 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, trainers=args.number_trainers, servers=args.number_ps, master=True)
-    # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
+    # torch 2.15 warns about its own functional optimizers, regardless of warning filters
     logging.captureWarnings(True)
     with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
@@ -470,8 +478,8 @@ def main() -> int:
             for name, _, key in cases:
                 bench.measure(key, name, build_case, derive, ranks=roles.trainers)
         if table.passed:
-            what = "Where the time goes: means over all batches and trainers"
-            bench.print_table(SPLIT, table.passed, what)
+            title = "Time per phase: means over all batches and trainers"
+            bench.print_table(SPLIT, table.passed, title)
     return bench.status
 
 

@@ -2,32 +2,36 @@
 """What does it cost to average gradients through parameter servers instead of an all-reduce?
 
 The script times training steps (zero_grad, forward, loss, backward, optimizer step) of an embedding
-and dense layers under DistributedDataParallel. A route says how the gradient buckets are averaged:
+and dense layers under DistributedDataParallel. The route determines how gradient buckets are
+averaged:
 
-    allreduce    every bucket by all-reduce; over nccl the embedding's gradient is dense
+    allreduce    all buckets by all-reduce; with nccl the embedding's gradient is dense
     hybrid       sparse buckets by all-reduce over gloo, dense ones over nccl (CPU: a second gloo)
-    rpc          every bucket through a parameter server, by RPC
-    sparse_rpc   sparse buckets through a server, dense ones by all-reduce
+    rpc          all buckets through a parameter server, by RPC
+    sparse_rpc   sparse buckets through a parameter server, dense ones by all-reduce
 
-Bucket i goes to server i modulo the number of servers, which averages it over all trainers. With
-`--placement grouped` each server averages all buckets of an equal share of the trainers, as in the
-source program: the shares drift apart, and each server has the same load. A `running` server adds
-up gradients as they arrive. A `batch` server keeps all of them and then reduces. Both answer when
-the last of its trainers' gradients of a bucket is in.
+Bucket i is sent to server i modulo the number of servers, which averages it over all trainers. With
+`--placement grouped`, as in the source program, each server averages all buckets of an equal share
+of the trainers: all servers have the same load, and the replicas of different servers drift apart.
+A `running` server accumulates gradients as they arrive; a `batch` server collects all of them, then
+reduces. Both reply when the last gradient of a bucket has arrived.
 
-    step   the slowest trainer counts in each iteration;  samples/s = trainers * batch size / step.
-           rpc grouped: trainers of different servers do not wait for each other; there it is the
-           mean of a block, until its last trainer is done
-    hook   from a step's first bucket launched to its last one averaged, slowest trainer
+    step       time of an iteration on its slowest trainer. rpc grouped, where trainers of different
+               servers do not wait for each other: seconds until the last trainer has finished a
+               block / steps in the block
+    samples/s  trainers * batch size / step
+    hook       from the launch of a step's first bucket until its last bucket is averaged, on the
+               slowest trainer
 
     torchrun --nproc-per-node 5 benchmarks/parameter_server.py --nserver 2
     torchrun --nproc-per-node 11 benchmarks/parameter_server.py --ncudatrainer 8 --nserver 2
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/parameter_server.py --routes allreduce,rpc --nserver 4
 
-The first ranks are trainers, then come servers, and the last rank is the master, which sets up the
-servers. The script does what PyTorch's benchmarks/distributed/rpc/parameter_server did, written
-anew. BSD-3-Clause. docs/parameter_server.md shows how to read the tables.
+The first ranks are trainers, the next ones servers, and the last rank is the master, which sets up
+the servers. The script is a new implementation of PyTorch's
+benchmarks/distributed/rpc/parameter_server. docs/parameter_server.md explains the tables.
+BSD-3-Clause.
 """
 
 import argparse
@@ -45,7 +49,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# first: it names a package that is missing
+# before torch: reports a missing package in one line
 from common.cli import By, Parser, add_common_flags, checked, cut, list_of, number, refuse
 
 # isort: split
@@ -88,42 +92,42 @@ PYTORCH_SERVERS = {"AverageParameterServer": "running", "AverageBatchParameterSe
 ROLES = {
     "ntrainer": "trainers on the CPU",
     "ncudatrainer": "trainers on CUDA",
-    "nserver": "servers on the CPU (without any: one rank in four)",
+    "nserver": "servers on the CPU (without servers on CUDA: one rank in four)",
     "ncudaserver": "servers on CUDA",
 }
-MOST_WORKERS = 8  # with a row per phase on a terminal
-CHECK_STEPS = 4  # DDP rebuilds its buckets after the first step
-# relative to the largest value of a tensor: the routes add fp32 in different orders
+MAX_WORKERS = 8  # number of workers whose phases are printed on a terminal
+CHECK_STEPS = 4  # more than one, because DDP rebuilds its buckets after the first step
+# relative to the largest value of a gradient: routes add float32 numbers in different orders
 TOLERANCE = 1e-4
 COUNT, SEED = number(int, 1), number(int)
 PERCENTAGE = checked(int, lambda n: 0 <= n <= 100, "a whole number from 0 to 100")
-SETTINGS = {  # the type of a flag, its default, its help
+SETTINGS = {  # by flag: type, default, help
     "num_embeddings": (COUNT, By(1024, 256), "rows of the embedding"),
     "embedding_dim": (COUNT, By(1024, 256), "columns of the embedding"),
-    "dense_layers": (COUNT, By(8, 4), "linear layers after the embedding"),
-    "dense_size": (COUNT, By(1024, 256), "features per linear layer, and classes"),
-    "sample_count": (COUNT, 1024, "samples of an epoch"),
+    "dense_layers": (COUNT, By(8, 4), "number of linear layers after the embedding"),
+    "dense_size": (COUNT, By(1024, 256), "features of each linear layer, and number of classes"),
+    "sample_count": (COUNT, 1024, "samples per epoch"),
     "sample_length": (COUNT, By(1024, 16), "rows looked up per sample"),
-    "sparsity_percentage": (PERCENTAGE, 20, "percentage of rows never looked up"),
+    "sparsity_percentage": (PERCENTAGE, 20, "percentage of rows that are never looked up"),
     "batch_size": (COUNT, By(32, 8), "samples per trainer and step"),
-    "bucket_size": (number(float, 0, above=True), By(25, 0.25), "DDP's bucket_cap_mb"),
-    "torch_seed": (SEED, 0, "seed of the model, and of a CPU trainer's data"),
-    "cuda_seed": (SEED, 0, "seed of a CUDA trainer's data"),
+    "bucket_size": (number(float, 0, above=True), By(25, 0.25), "bucket_cap_mb of DDP"),
+    "torch_seed": (SEED, 0, "seed of the model, and of the data of CPU trainers"),
+    "cuda_seed": (SEED, 0, "seed of the data of CUDA trainers"),
 }
 
 GONE = {  # flags of the source program, and what replaces them
     "--trainer": "DdpTrainer is the only trainer",
-    "--model": "DummyModel is the only model; --num-embeddings, --dense-layers shape it",
-    "--data": "DummyData are the only data; --sample-count, --sample-length shape them",
+    "--model": "DummyModel is the only model; --num-embeddings, --dense-layers set its size",
+    "--data": "DummyData is the only data set; --sample-count, --sample-length set its size",
     "--data-config-path": "its entries are flags, e.g. --sample-count 1024",
     "--model-config-path": "its entries are flags, e.g. --num-embeddings 1024",
     "--server-config-path": "its entries are flags, e.g. --wire cpu",
     "--trainer-config-path": "its entries are flags, e.g. --epochs 10",
-    "--preprocess-data": "the batches are made where they are used",
+    "--preprocess-data": "batches are generated on the trainer's device",
     "--create-criterion": "the loss is cross-entropy",
-    "--create-ddp-model": "the model is wrapped by DDP; --bucket-size sets its buckets",
-    "--hook-state": "the hook of --ddp-hook needs no state",
-    "--iteration-step": "each step is forward, backward and SGD",
+    "--create-ddp-model": "the model is always wrapped by DDP; --bucket-size sets its bucket size",
+    "--hook-state": "the hooks of --ddp-hook need no state",
+    "--iteration-step": "each step consists of forward, backward and SGD",
 }
 
 
@@ -131,51 +135,54 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, GONE)
     add = parser.add_argument
     routes = list_of(lambda name: name.removesuffix("_hook"), ROUTES)  # PyTorch's names
-    text = f"some of {', '.join(ROUTES)} (default: all)"
+    text = f"how buckets are averaged: {', '.join(ROUTES)} (default: all)"
     add("--routes", "--ddp-hook", type=routes, default=[*ROUTES], metavar="NAME", help=text)
     servers = list_of(lambda name: PYTORCH_SERVERS.get(name, name), SERVERS)
-    text = """running, batch or both (default: both). --server takes PyTorch's names as well:
-        AverageParameterServer is running, AverageBatchParameterServer is batch"""
+    text = """running, batch or both (default: both). PyTorch's names are accepted, too:
+        AverageParameterServer for running, AverageBatchParameterServer for batch"""
     add("--servers", "--server", type=servers, default="all", metavar="NAME", help=text)
     placements = list_of(str, PLACEMENTS)
-    text = """buckets: the servers share the buckets, each averages over all trainers; grouped: the
-        servers share the trainers, each averages all of their buckets (default: buckets)"""
+    text = """buckets: buckets are distributed over the servers, and each server averages over all
+        trainers; grouped: trainers are distributed over the servers, and each server averages all
+        buckets of its trainers (default: buckets)"""
     add("--placement", type=placements, default=["buckets"], metavar="NAME", help=text)
-    text = """how tensors travel between trainers and servers that are both on CUDA: from GPU to
-        GPU by device maps (cuda), or as copies on the CPU (cpu) (default: cuda)"""
+    text = """transfer between trainers and servers that are both on CUDA: from GPU to GPU by device
+        maps (cuda), or through copies on the CPU (cpu) (default: cuda)"""
     add("--wire", choices=("cpu", "cuda"), default="cuda", help=text)
     for name, text in ROLES.items():
         add(f"--{name}", type=number(int), default=0, metavar="N", help=text)
     for name, (kind, default, text) in SETTINGS.items():
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
         add(flag, type=kind, default=default, metavar="N", help=text)
-    text = "a dense gradient of the embedding: EmbeddingBag's sparse=False"
+    text = "use dense gradients for the embedding (EmbeddingBag with sparse=False)"
     add("--dense-embedding", action="store_true", help=text)
-    text = "time N passes through the data; --iters counts steps instead"
+    text = "time exactly N epochs; --iters counts steps instead"
     add("--epochs", type=COUNT, metavar="N", help=text)
     add_rpc_flags(parser, stragglers=True)
-    multi = "multi (nccl, and gloo for the sparse buckets of hybrid; nccl means the same)"
+    multi = "multi (nccl, and gloo for the sparse buckets of hybrid; same as nccl)"
     add_common_flags(parser, backends=f"gloo, nccl, {multi}, ucc or mpi")
     args = parser.parse_args(argv)
     if args.dense_embedding and {"hybrid", "sparse_rpc"} & set(args.routes):
-        parser.error("--dense-embedding: no bucket is sparse; try --routes allreduce,rpc")
+        text = "no bucket is sparse, but hybrid and sparse_rpc require one"
+        parser.error(f"--dense-embedding: {text}; try --routes allreduce,rpc")
     if (args.ntrainer and args.ncudatrainer) or (args.nserver and args.ncudaserver):
-        parser.error("a role is on the CPU or on CUDA, e.g. --ncudatrainer 8 --nserver 2")
+        example = "e.g. --ncudatrainer 8 --nserver 2"
+        parser.error(f"trainers (or servers) must all be on one kind of device, {example}")
     args.backend = "nccl" if args.backend == "multi" else args.backend
     return args
 
 
 # [core]
 Batch = tuple[Tensor, Tensor]  # row numbers [batch, sample length], classes [batch]
-Message = tuple[list[Tensor], tuple[int, ...]]  # [dense gradient] or [indices, values]; the size
-BucketTimes = dict[int, list[dict[str, list[float]]]]  # a server's phases by step, bucket by bucket
+Message = tuple[list[Tensor], tuple[int, ...]]  # [dense gradient] or [indices, values]; its size
+BucketTimes = dict[int, list[dict[str, list[float]]]]  # by step, seconds by phase of each bucket
 LR = 0.01
 
 
 def create_model(
     rows: int, columns: int, layers: int, width: int, *, sparse: bool, seed: int
 ) -> nn.Sequential:
-    """An embedding, linear layers, softmax."""
+    """An embedding of `rows` x `columns`, `layers` linear layers of `width` features, softmax."""
     torch.manual_seed(seed)
     model = nn.Sequential()
     model.embedding = nn.EmbeddingBag(rows, columns, sparse=sparse)
@@ -188,7 +195,7 @@ def create_model(
 def create_batches(
     count: int, size: tuple[int, int], rows: Tensor, classes: int, generator: torch.Generator
 ) -> list[Batch]:
-    """size: [batch, sample length]. rows: those that samples look up."""
+    """Random batches. size: (batch size, sample length). rows: row numbers to draw from, [n]."""
     draw = partial(torch.randint, generator=generator, device=rows.device)
     batches = []
     for _ in range(count):
@@ -200,7 +207,7 @@ def create_batches(
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, mark: Callable[[str], None]
 ) -> None:
-    """A training step. mark: is told which phase has just ended."""
+    """A training step. mark: called with the name of a phase when that phase ends."""
     inputs, targets = batch
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -211,15 +218,15 @@ def train(
 
 
 def pack(gradient: Tensor) -> Message:
-    """The gradient as dense tensors: over a device map RPC sends no others."""
+    """The gradient as dense tensors: RPC cannot send sparse tensors over a device map."""
     if not gradient.is_sparse:
         return [gradient], tuple(gradient.size())
-    gradient = gradient.coalesce()  # each row once
+    gradient = gradient.coalesce()  # merge entries of the same row
     return [gradient.indices(), gradient.values()], tuple(gradient.size())
 
 
 def unpack(message: Message) -> Tensor:
-    """The gradient of a message. A sparse one is coalesced: a future on CUDA holds no others."""
+    """The gradient of a message. A sparse one is coalesced, as a future on CUDA requires."""
     parts, size = message
     if len(parts) == 1:
         return parts[0]
@@ -228,27 +235,27 @@ def unpack(message: Message) -> Tensor:
 
 
 def copy_to(device: torch.device, message: Message) -> Message:
-    """The message with its tensors on a device; those that are there already are not copied."""
+    """The message with its tensors on a device; tensors on that device are not copied."""
     parts, size = message
     return [part.to(device) for part in parts], size
 
 
 @dataclass
 class Bucket:
-    """A bucket of one step whose gradients are coming in."""
+    """A bucket of one step on its server, until the gradients of all trainers have arrived."""
 
     average: Future[Message]
-    first_s: float  # when the first gradient arrived
-    gradients: list[Tensor] = field(default_factory=list)  # or their sum so far
-    arrived: int = 0  # how many gradients have arrived
-    averaging_s: float = 0.0
+    first_s: float  # time of arrival of the first gradient
+    gradients: list[Tensor] = field(default_factory=list)  # of a `running` server: their sum
+    arrived: int = 0  # number of gradients
+    averaging_s: float = 0.0  # seconds spent adding and dividing
 
 
 class Server:
-    """Averages buckets over its trainers, and answers all of them after the last gradient."""
+    """Averages buckets over its trainers and replies to all of them after the last gradient."""
 
     def __init__(self, kind: str, trainers: int, device: str) -> None:
-        """kind: `running` or `batch`. trainers: number of gradients in an average."""
+        """kind: `running` or `batch`. trainers: number of trainers that send to this server."""
         self.kind, self.trainers, self.device = kind, trainers, torch.device(device)
         self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by step and index
@@ -256,9 +263,9 @@ class Server:
         self.lock = threading.Lock()
 
     def add(self, step: int, index: int, message: Message) -> Future[Message]:
-        """Take a trainer's gradient of a bucket, and promise the average. RPC's threads call it."""
+        """Add a trainer's gradient of a bucket; the future holds the average. Thread-safe."""
         wire, gradient = message[0][0].device, unpack(copy_to(self.device, message))
-        self.synchronize()  # a gradient has arrived once it is on this device
+        self.synchronize()  # the gradient counts as arrived once it is on this device
         with self.lock:
             start = perf_counter()
             new = Bucket(Future(devices=self.cuda), start)
@@ -285,12 +292,13 @@ class Server:
         return bucket.average.then(lambda average: copy_to(wire, average.value()))
 
     def synchronize(self) -> None:
-        """Each call has CUDA streams of its own, which no lock orders."""
+        """Wait for this call's CUDA stream: calls run on different streams, which the lock does not
+        order."""
         if self.cuda:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-SERVER: list[Server] = []  # of this process
+SERVER: list[Server] = []  # the server of this process, if it is one
 
 
 def start_server(kind: str, trainers: int, device: str) -> None:
@@ -298,12 +306,12 @@ def start_server(kind: str, trainers: int, device: str) -> None:
 
 
 def start_servers(kind: str, trainers: int, devices: dict[str, str]) -> None:
-    """The master runs this. devices: of the servers, by their names."""
+    """Start a new server on each of its ranks; runs on the master. devices: by server name."""
     for name, device in devices.items():
         rpc.rpc_sync(name, start_server, args=(kind, trainers, device))
 
 
-@rpc.functions.async_execution  # the thread is free while the other gradients come
+@rpc.functions.async_execution  # no RPC thread blocks while further gradients arrive
 def add_gradient(step: int, index: int, message: Message) -> Future[Message]:
     return SERVER[0].add(step, index, message)
 
@@ -315,9 +323,9 @@ def bucket_times() -> BucketTimes:
 def send_bucket(
     server: str, step: int, bucket: dist.GradBucket, wire: torch.device, timeout_s: float
 ) -> Future[Tensor]:
-    """Send a bucket's gradient. The future has the average over all trainers.
+    """Send a bucket's gradient to a server. The future holds the average, on the bucket's device.
 
-    wire: where the gradient is while it travels. The average is on the bucket's device.
+    wire: device from which the gradient is sent. timeout_s: limit on the wait for the reply.
     """
     device, message = bucket.buffer().device, copy_to(wire, pack(bucket.buffer()))
     arguments = (step, bucket.index(), message)
@@ -328,23 +336,27 @@ def send_bucket(
 Hook = Callable[[None, dist.GradBucket], Future[Tensor]]
 
 
-def by_server(route: str, sparse: bool) -> bool:
+def uses_server(route: str, sparse: bool) -> bool:
     """Whether a route sends sparse (or dense) buckets to a server."""
     return route == "rpc" or (route == "sparse_rpc" and sparse)
 
 
-def hook_of(
+def make_hook(
     route: str,
-    through_server: Callable[[dist.GradBucket], Future[Tensor]],
+    send: Callable[[dist.GradBucket], Future[Tensor]],
     group: dist.ProcessGroup,
     sparse_group: dist.ProcessGroup,
 ) -> Hook:
-    """DDP's communication hook for a route. sparse_group: for sparse buckets without a server."""
+    """A communication hook for DDP.
+
+    send: averages a bucket through a server. group, sparse_group: for the all-reduce of dense and
+    of sparse buckets.
+    """
 
     def hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
         sparse = bucket.buffer().is_sparse
-        if by_server(route, sparse):
-            return through_server(bucket)
+        if uses_server(route, sparse):
+            return send(bucket)
         return allreduce_hook(sparse_group if sparse else group, bucket)
 
     return hook
@@ -363,17 +375,17 @@ def wrap(
 
 
 def steps_of_epoch(samples: int, trainers: int, batch_size: int) -> int:
-    """The same number for each trainer: DDP hangs where one stops early."""
+    """Steps per epoch, the same for each trainer: DDP hangs if one of them stops early."""
     return math.ceil(samples / (trainers * batch_size))
 
 
 def batches_of(key: Key, trainer: int, device: torch.device) -> Iterator[Batch]:
-    """A trainer's part of an epoch, over and over. All trainers look up the same rows."""
+    """A trainer's batches, repeated every epoch. All trainers look up the same set of rows."""
     seed = key["cuda_seed"] if device.type == "cuda" else key["torch_seed"]
     generator = torch.Generator(device).manual_seed(seed)
     row_count = key["num_embeddings"]
-    looked_up = max(1, row_count * (100 - key["sparsity_percentage"]) // 100)
-    rows = torch.randperm(row_count, generator=generator, device=device)[:looked_up]
+    used_count = max(1, row_count * (100 - key["sparsity_percentage"]) // 100)
+    rows = torch.randperm(row_count, generator=generator, device=device)[:used_count]
     generator.manual_seed((seed + 1) * 1_000_003 + trainer)
     size = (key["batch_size"], key["sample_length"])
     steps = steps_of_epoch(key["sample_count"], key["ranks"], key["batch_size"])
@@ -381,8 +393,8 @@ def batches_of(key: Key, trainer: int, device: torch.device) -> Iterator[Batch]:
 
 
 def stamped(hook: Hook, phases: Phases) -> Hook:
-    """The hook, with stamps around each bucket."""
-    first = None  # when the first bucket of a step was launched
+    """The hook, with time stamps around each bucket."""
+    first = None  # launch of the first bucket of the current step
 
     def stamped_hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
         nonlocal first
@@ -392,7 +404,7 @@ def stamped(hook: Hook, phases: Phases) -> Hook:
         name = "hook sparse" if bucket.buffer().is_sparse else "hook dense"
 
         def on_average(average: Future[Tensor]) -> Tensor:
-            # refers to no group: gloo's own thread must not hold the last reference to one
+            # holds no reference to a process group: gloo's thread must not release the last one
             gradient = average.wait()
             end = phases.now()
             phases.add(name, start, end)
@@ -407,9 +419,9 @@ def stamped(hook: Hook, phases: Phases) -> Hook:
 def build(
     job: Job, key: Key, group: Group, *, roles: Roles, devices: list[str], timeout_s: float
 ) -> Workload:
-    """What a trainer measures; before that, the check.
+    """Start the servers, check the averages, and build the workload of a trainer.
 
-    devices: of all ranks. timeout_s: how long it waits for the average of a gradient.
+    devices: one per rank of the job. timeout_s: limit on the wait for the average of a bucket.
     """
     servers = [roles.name(rank) for rank in roles.servers] if key["server"] else []
     trainers = trainers_of_a_server(key)
@@ -419,23 +431,23 @@ def build(
     phases = Phases(job.device)
     wire = job.device if key["wire"] == "cuda" else torch.device("cpu")
 
-    def through_server(bucket: dist.GradBucket) -> Future[Tensor]:
+    def send(bucket: dist.GradBucket) -> Future[Tensor]:
         grouped = key["placement"] == "grouped"
         server = servers[job.rank // trainers if grouped else bucket.index() % len(servers)]
         return send_bucket(server, phases.count, bucket, wire, timeout_s)
 
-    # the one workload that a control group carries: it is over gloo, and idle within a block
+    # an exception: this workload uses the control group, which is gloo and idle within a block
     sparse_group = group.control if key["route"] == "hybrid" else group.test
-    hook = hook_of(key["route"], through_server, group.test, sparse_group)
+    hook = make_hook(key["route"], send, group.test, sparse_group)
     sizes = (key["num_embeddings"], key["embedding_dim"], key["dense_layers"], key["dense_size"])
     sparse, seed = not key["dense_embedding"], key["torch_seed"]
     model = create_model(*sizes, sparse=sparse, seed=seed).to(job.device)
     ddp = wrap(model, group.test, key["bucket_size"], stamped(hook, phases))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     batches = batches_of(key, job.rank, job.device)
-    dist.barrier(group.control)  # the servers have started, and no trainer is late
-    members = {
-        sparse: trainers if by_server(key["route"], sparse) else key["ranks"]
+    dist.barrier(group.control)  # all servers have started and all trainers are ready
+    members = {  # number of trainers in the average of a sparse (True) and of a dense gradient
+        sparse: trainers if uses_server(key["route"], sparse) else key["ranks"]
         for sparse in (True, False)
     }
     wrong = compare_with_mean(ddp, optimizer, batches, phases, group.control, members)
@@ -449,7 +461,7 @@ def build(
         return phases.count, phases.step
 
     def durations_by_step(steps: list[tuple[int, Stamps]]) -> dict[int, Durations]:
-        """Of the timed steps, by the numbers that servers know them by."""
+        """The phases of each timed step, by the number under which it was sent to servers."""
         numbers, stamps = zip(*steps, strict=True)
         return dict(zip(numbers, phases.durations(stamps), strict=True))
 
@@ -461,13 +473,13 @@ def build(
             "servers": {name: rpc.rpc_sync(name, bucket_times) for name in asked},
         }
 
-    # trainers of different servers do not wait for each other, unless they also all-reduce
+    # trainers of different servers do not wait for each other, except in an all-reduce
     aligned = key["ranks"] in members.values()
     return Workload(step, facts=facts, returned=durations_by_step, aligned=aligned)
 
 
 def trainers_of_a_server(key: Key) -> int:
-    """Number of trainers whose gradients a server averages."""
+    """Number of trainers whose gradients one server averages."""
     return int(key["ranks"]) // (key["servers"] if key["placement"] == "grouped" else 1)
 
 
@@ -479,18 +491,18 @@ def compare_with_mean(
     group: dist.ProcessGroup,
     members: dict[bool, int],
 ) -> str | None:
-    """Train some steps. Returns the first gradient that is not the mean of the trainers' own, or
-    None.
+    """Train CHECK_STEPS steps and compare each averaged gradient with the mean over trainers.
 
-    members: number of trainers in the mean of a sparse gradient (True) and of a dense one; ranks
-    0 to members - 1 of the group are the first such set. Every rank does all steps, whatever
-    differs: the steps hold collectives.
+    Returns a description of the first difference, or None. members: number of trainers in the mean
+    of a sparse gradient (True) and of a dense one (False); ranks 0 to members - 1 of the group
+    belong together, then the next ones. All ranks complete all steps, because they contain
+    collectives.
     """
     wrong = None
     frozen = torch.optim.SGD(ddp.parameters(), lr=0.0)
     for batch in itertools.islice(batches, CHECK_STEPS):
         phases.begin()
-        with ddp.no_sync():  # this trainer's own gradients
+        with ddp.no_sync():  # local gradients
             train(ddp, frozen, batch, phases.mark)
         gradients: Any = [parameter.grad for parameter in ddp.parameters()]
         own = [(gradient.to_dense(), members[gradient.is_sparse]) for gradient in gradients]
@@ -499,25 +511,26 @@ def compare_with_mean(
         for (name, parameter), (gradient, count) in zip(
             ddp.module.named_parameters(), own, strict=True
         ):
-            sums = gradient.new_zeros(group.size() // count, *gradient.shape)  # of each set
-            mine = sums[group.rank() // count]
-            mine.copy_(gradient)
+            sums = gradient.new_zeros(group.size() // count, *gradient.shape)  # [sets, ...]
+            own_sum = sums[group.rank() // count]
+            own_sum.copy_(gradient)
             dist.all_reduce(sums, group=group)
-            error = relative_error(parameter.grad, mine / count)
-            if not error <= TOLERANCE:  # NaN is an error, too
-                wrong = wrong or f"the gradient of {name} is off the trainers' mean by {error:.2g}"
+            error = relative_error(parameter.grad, own_sum / count)
+            if not error <= TOLERANCE and not wrong:  # also if it is NaN
+                wrong = f"the gradient of {name} differs from the trainers' mean by {error:.2g}"
+                wrong += " of its largest value"
     return wrong
 
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check. facts: of each trainer."""
+    """Compute the metrics and the verdict of the check. facts: one entry per trainer."""
     metrics = case.metrics
-    metrics["samples"] = len(case.ranks) * case.key["batch_size"]  # of a step
+    metrics["samples"] = len(case.ranks) * case.key["batch_size"]  # per step
     if case.aligned:
         metrics |= training_metrics(times, metrics["samples"])
     else:
         of_step, steps_per_s = own_pace(times.each(), case.rounds, "step")
-        # trainers go at their own pace within a block, and a block lasts until the last one is done
+        # trainers do not wait for each other, so a block lasts until its last trainer has finished
         metrics |= of_step | {"step_p50_s": of_step["step_s"]}
         metrics["step_s"] = len(case.ranks) / steps_per_s
         metrics["samples_per_s"] = metrics["samples"] / metrics["step_s"]
@@ -525,7 +538,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     for trainer, durations in enumerate(times.returned):
         hooks.append([max(step["hook"]) for step in durations.values()])
         phases = pool(durations.values())
-        del phases["hook"]  # its durations within a step overlap
+        del phases["hook"]  # these durations overlap within a step
         trainers[f"trainer{trainer}"] = phases
     metrics["hook_s"] = median(time_of_iterations(hooks, case.aligned))
     metrics["trainers"] = summaries(trainers)
@@ -537,7 +550,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         metrics["servers"] = summaries(servers)
     wrong = [fact["wrong"] for fact in facts if fact["wrong"]]
     share = trainers_of_a_server(case.key)
-    for first in range(0, len(facts), share):  # the replicas of different servers drift apart
+    for first in range(0, len(facts), share):  # replicas of different servers drift apart
         digests = [fact["digest"] for fact in facts[first : first + share]]
         differ = compare_replicas(digests, case.ranks[first : first + share])
         wrong += [differ] if differ else []
@@ -545,13 +558,13 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
 
 
 def idle_servers(case: Case) -> str | None:
-    """A line that names the servers to which no bucket went."""
+    """A line that names the servers to which no bucket was sent; None if there are none."""
     of_servers = case.metrics.get("servers", {})
     idle = [name for name, phases in of_servers.items() if name != "all" and not phases]
     if not idle:
         return None
-    shared = "--placement grouped gives each server trainers of its own"
-    return f"# {case.name}: no bucket went to {cut(idle)}; {shared}"
+    advice = "--placement grouped assigns each server its own trainers"
+    return f"# {case.name}: no bucket was sent to {cut(idle)}; {advice}"
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -568,7 +581,7 @@ COLUMNS: Columns = {
 
 
 def answer(cases: list[Case]) -> str:
-    """How long a step takes by each route, with those through a server marked."""
+    """The time of a step by route; routes through a server are marked."""
     times = {}
     for case in cases:
         marked = f"{case.name} (through a server)" if case.key["server"] else case.name
@@ -577,7 +590,7 @@ def answer(cases: list[Case]) -> str:
 
 
 def title_of(args: argparse.Namespace, roles: Roles, steps: int) -> str:
-    """What all cases share. steps: of an epoch."""
+    """The settings that all cases have in common. steps: per epoch."""
     epoch = f"an epoch is {count_of(steps, 'step')} of {count_of(args.batch_size, 'sample')}"
     table = f"embedding {args.num_embeddings} x {args.embedding_dim}"
     rows = f"{args.sample_length} rows a sample, {args.sparsity_percentage} % never looked up"
@@ -595,32 +608,33 @@ def through_servers(args: argparse.Namespace) -> list[str]:
 
 
 def choose_roles(args: argparse.Namespace) -> Roles:
-    """The roles that the flags ask for. By default one rank in four is a server."""
+    """The roles that the flags request. By default one rank in four is a server."""
     trainers, servers = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
     counts = {"trainers": trainers or None, "servers": servers or None, "master": True}
     if trainers and not servers and not through_servers(args):
-        # the trainers by themselves, or with the master that torchrun lines often have
+        # no servers; a master only if there is a rank for it, so that both world sizes work
         counts |= {"servers": 0, "master": world()[2] > trainers}
     cuda_trainers = args.ncudatrainer if trainers else None
     roles = assign_roles(args, cuda_trainers, args.ncudaserver, per_server=4, **counts)
-    servers_of_roles = max(1, len(roles.servers))
-    if "grouped" in args.placement and len(roles.trainers) % servers_of_roles:
-        example = f"--ntrainer {servers_of_roles * 2} --nserver {servers_of_roles}"
-        refuse(f"--placement grouped: {roles} cannot be shared out equally; e.g. {example}")
+    server_count = max(1, len(roles.servers))
+    if "grouped" in args.placement and len(roles.trainers) % server_count:
+        counts_text = f"{len(roles.trainers)} trainers are not divisible by {server_count} servers"
+        example = f"--ntrainer {server_count * 2} --nserver {server_count}"
+        refuse(f"--placement grouped: {counts_text}; e.g. {example}")
     return replace(roles, cuda_wire=args.wire == "cuda")
 
 
 def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
-    """The cases: first those without servers."""
+    """The cases; those without servers come first."""
     by_rpc = through_servers(args)
-    ways: list[Any] = [(route, None, None) for route in args.routes if route not in by_rpc]
-    ways += itertools.product(by_rpc, args.servers, args.placement)
+    settings: list[Any] = [(route, None, None) for route in args.routes if route not in by_rpc]
+    settings += itertools.product(by_rpc, args.servers, args.placement)
     fixed: Key = {name: getattr(args, name) for name in SETTINGS}
     fixed["servers"] = len(roles.servers)
     cases: list[Planned] = []
-    for route, server, placement in ways:
+    for route, server, placement in settings:
         key = {"route": route, "server": server, "placement": placement} | fixed
-        # nccl has no sparse all-reduce: as in PyTorch's runs over nccl, allreduce has a dense one
+        # nccl has no sparse all-reduce, so allreduce uses dense gradients, as in PyTorch's runs
         dense = route == "allreduce" and roles.backend == "nccl"
         key["dense_embedding"] = args.dense_embedding or dense
         key["server_device"] = roles.device(roles.servers[0]) if server else None
@@ -633,7 +647,7 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
 
 
 def main() -> int:
-    # torch 2.11 warns of its default in each call, even of one with check_invariants=False
+    # torch 2.11 warns about this default in every call, even with check_invariants=False
     torch.sparse.check_sparse_tensor_invariants.disable()
     args = parse_args()
     roles = choose_roles(args)
@@ -650,7 +664,7 @@ def main() -> int:
         bench.announce({title: cases})
         with bench.begin_table(title, COLUMNS, answer) as table:
             for name, _, key in cases:
-                if key["server"] and not devices:  # not before: the threads of RPC may poll
+                if key["server"] and not devices:  # not earlier, because RPC threads may poll
                     devices = stack.enter_context(rpc_workers(bench, roles, options))
                 build_case = partial(
                     build, bench.job, roles=roles, devices=devices, timeout_s=timeout_s
@@ -661,7 +675,7 @@ def main() -> int:
         for role in ("trainers", "servers"):
             cases_of_role = [case for case in table.passed if role in case.metrics]
             if cases_of_role:
-                most = None if bench.room is None else MOST_WORKERS
+                most = None if bench.room is None else MAX_WORKERS
                 columns, shown, left_out = phase_table(role, cases_of_role, most)
                 bench.print_table(columns, shown, omitted_rows=left_out)
     return bench.status

@@ -1,33 +1,36 @@
 #!/usr/bin/env python3
-"""What does a call through PyTorch's RPC (TensorPipe) cost here?
+"""What does a call through PyTorch's RPC framework (TensorPipe) cost?
 
-The last rank is the server. All other ranks call it at the same time: with 2 ranks the script
-measures the plain latency, with more the fan-in that a parameter server sees. A run measures one
-setting of --rpc-threads, --rpc-transports and --rpc-channels. The operations are:
+The last rank is the server, and all other ranks call it concurrently. With 2 ranks the script
+measures the latency of a single call, with more ranks the fan-in that a parameter server sees. Each
+run measures one setting of --rpc-threads, --rpc-transports and --rpc-channels. The operations are:
 
     rpc_sync         one call after the other
-    rpc_async        N calls started, then all waited for (--in-flight N); a call's time is 1 / N of
-                     the time of all of them
-    remote           rpc.remote and to_here: one request makes the result there, one fetches it
-    async_execution  the server returns a Future at once, and completes it on another thread
+    rpc_async        N calls are started, then all of them are awaited (--in-flight N); the time of
+                     one call is 1 / N of the time of the batch
+    remote           rpc.remote and to_here: the first request creates the result on the server, the
+                     second one fetches it
+    async_execution  the server returns a Future immediately and completes it on another thread
 
-Two things are timed for each operation, in alternating blocks. The times include the copies that
-are needed if only one side is on CUDA:
+Each operation is timed in two forms, in alternating blocks. The times include the copies between
+host and device that are necessary if only one side is on CUDA:
 
-    round trip       a payload there and the same back (an echo)
-    one way          the payload there, None back: until the caller knows that it has arrived
-    p50 .. p99       of the slowest caller: callers do not wait for each other within a block
-    calls/s          calls of all callers / seconds from the common start of each block until the
-                     last caller is done with it
-    GB/s             calls/s * payload, and twice that for the round trip
+    round trip       the server sends the payload back (an echo)
+    one way          the server returns None; the call ends when the caller knows that the payload
+                     has arrived
+    p50 .. p99       percentiles of the slowest caller (callers do not wait for each other within a
+                     block)
+    calls/s          calls of all callers / sum over blocks of the seconds from the common start
+                     until the last caller has finished
+    GB/s             calls/s * payload for one way, twice that for a round trip
 
     torchrun --nproc-per-node 2 benchmarks/rpc_latency.py
     torchrun --nproc-per-node 8 benchmarks/rpc_latency.py --device cuda --json report.jsonl
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/rpc_latency.py --rpc-threads 4 --rpc-channels basic,mpt_uv
 
-RPC executes what its peers send: run this only on a network that you trust. Written for this
-project. BSD-3-Clause. docs/rpc_latency.md shows how to compare settings.
+RPC executes what its peers send, so use it only on a trusted network. docs/rpc_latency.md explains
+the table and how to compare settings. Written for this project, BSD-3-Clause.
 """
 
 import argparse
@@ -42,7 +45,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# first: it names a package that is missing
+# before torch: reports a missing package in one line
 from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 
 # isort: split
@@ -67,39 +70,43 @@ from common.table import Cell, Columns, Table, metric, number_of, relative
 from common.timing import Workload
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
-SIZES = [4, 2**12, 2**16, 2**20, 2**26]
-BATCH_BYTES = 2**26  # rpc_async has at most so many bytes in flight
+SIZES = [4, 2**12, 2**16, 2**20, 2**26]  # bytes
+MAX_BYTES_IN_FLIGHT = 2**26  # per caller of rpc_async
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     kinds = list_of(str, OPERATIONS)
-    text = f"some of {', '.join(OPERATIONS)} (default: all)"
+    text = f"operations to measure: {', '.join(OPERATIONS)} (default: all)"
     add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=text)
-    text = "sizes of the payload (default: 4,4K,64K,1M,64M)"
+    text = "payload sizes (default: 4,4K,64K,1M,64M)"
     add("--sizes", type=list_of(size), default=SIZES, metavar="BYTES", help=text)
-    text = "concurrent calls of rpc_async; fewer beyond 64M in total (default: 8)"
+    text = """number of concurrent calls of rpc_async, reduced where a caller would have more than
+        64M in flight (default: 8)"""
     add("--in-flight", type=positive_int, default=8, metavar="N", help=text)
     add_rpc_flags(parser, server_device="auto")
     add_common_flags(parser, min_iters=6, max_seconds=1.0)
-    parser.set_defaults(backend="gloo")  # callers meet on it; what is timed goes over RPC
+    parser.set_defaults(backend="gloo")  # only for barriers: the timed calls use RPC
     return parser.parse_args(argv)
 
 
 # [core]
 class Server:
-    """Counts what arrives in a case, and has the thread that completes Futures."""
+    """Counts the one-way calls of a case and completes Futures on a thread.
+
+    device: where payloads are received, `cpu` or `cuda:0`.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.calls = 0
         self.bytes = 0
-        self.lock = threading.Lock()  # the RPC threads run at the same time
+        self.lock = threading.Lock()  # RPC threads run concurrently
         self.completer = ThreadPoolExecutor(1)
 
 
-SERVER: list[Server] = []  # of this process
+SERVER: list[Server] = []  # the server of this process, if it is one
 
 
 def start_server(device: str) -> None:
@@ -107,13 +114,13 @@ def start_server(device: str) -> None:
 
 
 def echo(payload: Tensor) -> Tensor:
-    # a tensor that is on the device already is not copied
+    """The payload, copied to the server's device and back if it arrives on another one."""
     return payload.to(SERVER[0].device).to(payload.device)
 
 
 def sink(payload: Tensor) -> None:
     server = SERVER[0]
-    if payload.to(server.device).is_cuda:  # it has arrived when the copy is done
+    if payload.to(server.device).is_cuda:  # the payload has arrived when the copy is complete
         torch.cuda.current_stream(server.device).synchronize()
     with server.lock:
         server.calls += 1
@@ -121,32 +128,33 @@ def sink(payload: Tensor) -> None:
 
 
 @rpc.functions.async_execution
-def later(function: Callable[[Tensor], Any], payload: Tensor) -> Future[Any]:
-    """A Future that another thread completes, as in a server that waits for more requests."""
+def complete_later(function: Callable[[Tensor], Any], payload: Tensor) -> Future[Any]:
+    """A Future that another thread completes, as in a server that waits for further requests."""
     device = SERVER[0].device
     cuda = device.type == "cuda"
-    stream = torch.cuda.current_stream(device) if cuda else None  # the payload arrives on it
+    stream = torch.cuda.current_stream(device) if cuda else None  # the one that receives payload
     future: Future[Any] = Future(devices=[device] if cuda else [])
 
     def complete() -> None:
         try:
             with torch.cuda.stream(stream):
                 future.set_result(function(payload))
-        except Exception as error:  # the caller gets it
+        except Exception as error:  # raised in the caller
             future.set_exception(error)
 
     SERVER[0].completer.submit(complete)
     return future
 
 
-def received() -> tuple[int, int]:
+def get_received() -> tuple[int, int]:
+    """The number of one-way calls and their bytes."""
     return SERVER[0].calls, SERVER[0].bytes
 
 
 def call(
     operation: str, function: Callable[[Tensor], Any], payload: Tensor, in_flight: int
 ) -> list[Any]:
-    """The results of one batch of calls: `in_flight` calls of rpc_async, else one."""
+    """The results of `in_flight` calls with rpc_async, of one call with any other operation."""
     match operation:
         case "rpc_sync":
             return [rpc.rpc_sync("server0", function, args=(payload,))]
@@ -157,7 +165,7 @@ def call(
         case "remote":
             return [rpc.remote("server0", function, args=(payload,)).to_here()]
         case _:
-            return [rpc.rpc_sync("server0", later, args=(function, payload))]
+            return [rpc.rpc_sync("server0", complete_later, args=(function, payload))]
 
 
 # [/core]
@@ -165,39 +173,39 @@ def call(
 
 
 def build(job: Job, key: Key, group: Group, *, server_device: str) -> Workload:
-    """What a caller measures in a case."""
+    """The workload of a caller: round trips, and one-way calls as the part."""
     device, rank = job.device, job.rank
     if rank == 0:
         rpc.rpc_sync("server0", start_server, args=(server_device,))
     payload = torch.empty(key["size_bytes"], dtype=torch.uint8, device=device)
     patterns.fill(payload, patterns.tile(rank))
-    # without a device map CUDA cannot travel
+    # RPC sends CUDA tensors only over a device map, which requires both sides to be on CUDA
     wire = torch.device("cpu") if server_device == "cpu" else device
-    echoed: list[Tensor] = []  # of the last round trip
-    sunk = 0
+    echoes: list[Tensor] = []  # of the most recent round trip
+    sent = 0  # one-way calls
 
     def round_trip() -> None:
         results = call(key["operation"], echo, payload.to(wire), key["in_flight"])
-        echoed[:] = [result.to(device) for result in results]
+        echoes[:] = [result.to(device) for result in results]
 
     def one_way() -> None:
-        nonlocal sunk
-        sunk += len(call(key["operation"], sink, payload.to(wire), key["in_flight"]))
+        nonlocal sent
+        sent += len(call(key["operation"], sink, payload.to(wire), key["in_flight"]))
 
-    def facts() -> dict[str, Any]:  # all callers are done: their times are gathered
+    def facts() -> dict[str, Any]:  # all callers have finished: their times were gathered
         return {
-            "sunk": sunk,
-            "received": rpc.rpc_sync("server0", received) if rank == 0 else None,
-            "wrong": sum(not torch.equal(result, payload) for result in echoed),
+            "sent": sent,
+            "received": rpc.rpc_sync("server0", get_received) if rank == 0 else None,
+            "wrong": sum(not torch.equal(result, payload) for result in echoes),
         }
 
-    dist.barrier(group.control)  # the server counts for this case
-    # callers do not wait for each other
+    dist.barrier(group.control)  # the server's counters are reset before the first call
+    # not aligned: callers do not wait for each other within a block
     return Workload(round_trip, {"one way": one_way}, facts=facts, aligned=False)
 
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check. facts: of each caller."""
+    """Compute the metrics and check the payloads. facts: one entry per caller."""
     key, metrics = case.key, case.metrics
     for step, name, directions in (("step", "round_trip", 2), ("one way", "one_way", 1)):
         calls = times.each(step) / key["in_flight"]  # [callers, n]
@@ -205,14 +213,14 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         metrics |= slowest
         metrics[f"{name}_calls_per_s"] = calls_per_s
         metrics[f"{name}_gb_per_s"] = calls_per_s * key["size_bytes"] * directions / 1e9
-    sent, came = sum(fact["sunk"] for fact in facts), facts[0]["received"]
+    sent, received = sum(fact["sent"] for fact in facts), facts[0]["received"]
     problem = None
-    if came != (sent, sent * key["size_bytes"]):
-        what = f"{came[0]} calls with {came[1]} bytes"
-        problem = f"the server received {what} one way, of {sent} sent"
+    if received != (sent, sent * key["size_bytes"]):
+        calls_and_bytes = f"{received[0]} one-way calls with {received[1]} bytes"
+        problem = f"the server received {calls_and_bytes}, the callers sent {sent} calls"
     for caller, fact in enumerate(facts):
         if wrong := fact["wrong"]:
-            problem = f"{wrong} of the last echoes to caller {caller} are not what it sent"
+            problem = f"{wrong} of the last echoes to caller {caller} differ from its payload"
             break
     case.check = verdict(problem)
 
@@ -221,7 +229,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
 
 
 def rate(gb_per_s: Any) -> str:
-    """Three digits: from 4 bytes to the largest it has many sizes."""
+    """Format with three significant digits: rates differ by orders of magnitude between sizes."""
     return f"{number_of(gb_per_s):.3g}"
 
 
@@ -244,31 +252,31 @@ WIDEST = ["", "000000.0", "+-10.0%", "00000.0", "+-10.0%", "0.000", "000000.0"]
 
 
 def answer(cases: list[Case]) -> str:
-    """The times of the smallest round trip."""
+    """The latency of a round trip of the smallest payload, by operation."""
     smallest = min(case.key["size_bytes"] for case in cases)
     of_smallest = [case for case in cases if case.key["size_bytes"] == smallest]
-    # a batch of calls has no latency of its own
+    # a batch in flight measures throughput, not latency
     single = [case for case in of_smallest if case.key["in_flight"] == 1] or of_smallest
     times: dict[str, Estimate] = {}
     for case in single:
         times[case.key["operation"]] = case.metrics["round_trip_s"]
-    return f"{show_size(smallest)} bytes there and back take {side_by_side(times)}"
+    return f"a round trip of {show_size(smallest)} bytes takes {side_by_side(times)}"
 
 
 # -- which cases -----------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
-    """Every operation with every size, small payloads first."""
+    """A case for each operation and size, from the smallest payload to the largest."""
     fixed = rpc_settings | {"server_device": roles.device(roles.servers[0])}
     cases: list[Planned] = []
     for operation, size_bytes in itertools.product(args.ops, sorted(args.sizes)):
         in_flight = 1
         if operation == "rpc_async":
-            in_flight = max(1, min(args.in_flight, BATCH_BYTES // max(1, size_bytes)))
+            in_flight = max(1, min(args.in_flight, MAX_BYTES_IN_FLIGHT // max(1, size_bytes)))
         key = {"operation": operation, "in_flight": in_flight, "size_bytes": size_bytes}
-        many = f" x{in_flight}" if in_flight > 1 else ""
-        name = f"{operation}{many} {show_size(size_bytes)}"
+        batch = f" x{in_flight}" if in_flight > 1 else ""
+        name = f"{operation}{batch} {show_size(size_bytes)}"
         cases.append((name, len(roles.trainers), key | fixed))
     return cases
 

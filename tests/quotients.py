@@ -360,7 +360,7 @@ MEASURED = {
         first step (s); graph breaks; recom- piles; graphs; start of backend (s); FSDP layers;
         memory (GiB); tokens/s""",
     "ddp_rpc": """
-        p50 sec/epoch; p75 sec/epoch; p90 sec/epoch; p95 sec/epoch; samples /epoch; ms a batch;
+        p50 sec/epoch; p75 sec/epoch; p90 sec/epoch; p95 sec/epoch; samples /epoch; ms per batch;
         lookup; forward; backward; step""",
     "ddp_sweep": """
         one rank gmean (ms); step gmean (ms); local compute gmean (ms); commun. alone gmean (ms);

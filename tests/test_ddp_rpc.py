@@ -52,8 +52,8 @@ def test_the_check_finds_wrong_results(
     assert run.status != 0
     (case,) = run.report.cases
     off = re.fullmatch(
-        r"failed: after 3 steps the parameters are (\S+) of their change away from a single "
-        r"process \(at most 1e-06\)",
+        r"failed: after 3 steps the parameters differ from those of a single process by (\S+) of "
+        r"their change \(limit 1e-06\)",
         case.check,
     )
     assert off

@@ -65,8 +65,9 @@ def test_a_lost_call_and_a_wrong_echo_fail_their_cases(bench: Callable[..., Any]
     run = bench(SCRIPT, *SHORT, *flags, inject="callee-errs")
     assert run.status == 1
     lost, wrong = run.report.cases
-    assert lost.check == "failed: the server received 12 calls with 96 bytes one way, of 13 sent"
-    assert wrong.check == "failed: 1 of the last echoes to caller 0 are not what it sent"
+    counts = "the server received 12 one-way calls with 96 bytes, the callers sent 13 calls"
+    assert lost.check == f"failed: {counts}"
+    assert wrong.check == "failed: 1 of the last echoes to caller 0 differ from its payload"
 
 
 def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
@@ -75,7 +76,7 @@ def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
     samples = {"step": batches, "one way": batches}
     key = {"in_flight": 2, "size_bytes": 8}
     case = Case(key=key, ranks=[0, 1], samples_s=samples, rounds=[2, 2])
-    facts: list[dict[str, Any]] = [{"sunk": 8, "wrong": 0, "received": (16, 128)} for _ in range(2)]
+    facts: list[dict[str, Any]] = [{"sent": 8, "wrong": 0, "received": (16, 128)} for _ in range(2)]
     rpc_latency.derive(case, Times(case.samples_s, case.rounds), facts)
     m = case.metrics
     assert m["one_way_s"].value == pytest.approx(1e-6)

@@ -132,8 +132,9 @@ def test_batch_update_ps(shown: Callable[..., str]) -> None:
     flags = ("--payload", "module", "--iters", "4", "--log-updates")
     out = shown("batch_update_ps", *flags, ranks=3)
     for count in (1, 2):
-        assert re.search(rf"^ +\d+\.\d{{6}}  got trainer[01], {count} of 2$", out, re.MULTILINE)
-    assert re.search(r"^ +\d+\.\d{6}  update 1: the model is new$", out, re.MULTILINE)
+        line = rf"^ +\d+\.\d{{6}}  gradients of trainer[01], {count} of 2$"
+        assert re.search(line, out, re.MULTILINE)
+    assert re.search(r"^ +\d+\.\d{6}  update 1: model updated$", out, re.MULTILINE)
     assert re.search(r"^# elapsed \d", out, re.MULTILINE)
 
 

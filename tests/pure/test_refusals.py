@@ -235,13 +235,13 @@ NEEDED = {"replay": "trace", "traffic": "--ranks 1 --mesh dp1"}
 ROLES = [
     ("rpc_latency", 1, "", "require 2 processes, got 1; e.g. torchrun"),
     ("rpc_latency", 2, "--rpc-channels cuda_xth", "requires CUDA, but all ranks are on the CPU"),
-    ("batch_update_ps", 3, "--batch-update-size 3", "at most one for each trainer; try 2"),
+    ("batch_update_ps", 3, "--batch-update-size 3", "the number of trainers (2), got 3; try 2"),
     ("ddp_rpc", 2, "", "1 trainer, 1 server and a master require 3 processes, got 2"),
     ("ddp_rpc", 6, "--number_ps 1 --number-trainers 2", "require 4 processes, got 6"),
     ("ddp_rpc", 4, "--server-device cuda", "torch sees no CUDA device"),
     ("parameter_server", 4, "--ntrainer 4 --nserver 2", "require 7 processes, got 4"),
     ("parameter_server", 5, "--ncudaserver 1", "torch sees no CUDA device"),
-    ("parameter_server", 5, "--ntrainer 1 --ncudatrainer 2", "on the CPU or on CUDA, e.g. --ncu"),
+    ("parameter_server", 5, "--ntrainer 1 --ncudatrainer 2", "on one kind of device, e.g. --ncu"),
     ("parameter_server", 6, "--nserver 2 --placement grouped", "--ntrainer 4 --nserver 2"),
     ("parameter_server", 4, "--ntrainer 3 --nserver 0", "1 server and a master require 5"),
 ]
