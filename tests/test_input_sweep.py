@@ -94,12 +94,14 @@ def left_over(folder: Path) -> list[psutil.Process]:
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_the_fork_server_and_its_workers_end_with_the_rank(
-    start: Callable[..., Any], short: Path, number: signal.Signals
+    start: Callable[..., Any], short: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """After Ctrl-C, which reaches all processes of the terminal, and after a kill of the rank
     alone, no process, folder or semaphore is left."""
     flags = ("--workers", "2", "--iters", "100000", *TINY)
-    process = start(SCRIPT, *flags, ranks=0, cold=True, TMPDIR=str(short))
+    # torch creates its cache when the first optimizer imports dynamo: not in the folder under test
+    folders = {"TMPDIR": str(short), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    process = start(SCRIPT, *flags, ranks=0, cold=True, **folders)
     rank = process.parts[0]
     # the rank, two shells that will remove folders, resource tracker, fork server, two workers
     process.until(lambda: len(left_over(short)) >= 7, seconds=120)
