@@ -48,7 +48,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from benchmarks.workloads.phases import own_pace
+from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from common.benchmark import Benchmark, Key, Planned
@@ -345,8 +345,8 @@ def replay_updates(key: Key, updates: list[Update]) -> list[Tensor]:
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Compute the metrics and the verdict of the check. facts: one entry per trainer."""
     key, metrics = case.key, case.metrics
-    step_times, gradients_per_s = own_pace(times.each(), case.rounds, "step")
-    latencies, _ = own_pace(times.returned, case.rounds, "latency")
+    step_times, gradients_per_s = unaligned_metrics(times.each(), case.rounds, "step")
+    latencies, _ = unaligned_metrics(times.returned, case.rounds, "latency")
     metrics |= step_times | latencies
     updates = facts[0]["updates"]
     arrived = sum(len(update["trainers"]) for update in updates)

@@ -66,10 +66,10 @@ from benchmarks.workloads.phases import (
     Durations,
     Phases,
     Stamps,
-    own_pace,
     phase_table,
     pool,
     summaries,
+    unaligned_metrics,
 )
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
@@ -529,7 +529,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     if case.aligned:
         metrics |= training_metrics(times, metrics["samples"])
     else:
-        of_step, steps_per_s = own_pace(times.each(), case.rounds, "step")
+        of_step, steps_per_s = unaligned_metrics(times.each(), case.rounds, "step")
         # trainers do not wait for each other, so a block lasts until its last trainer has finished
         metrics |= of_step | {"step_p50_s": of_step["step_s"]}
         metrics["step_s"] = len(case.ranks) / steps_per_s

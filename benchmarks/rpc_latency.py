@@ -57,7 +57,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 
 from benchmarks.workloads import patterns
-from benchmarks.workloads.phases import own_pace
+from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from common.benchmark import Benchmark, Key, Planned
@@ -209,7 +209,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     key, metrics = case.key, case.metrics
     for step, name, directions in (("step", "round_trip", 2), ("one way", "one_way", 1)):
         calls = times.each(step) / key["in_flight"]  # [callers, n]
-        slowest, calls_per_s = own_pace(calls, case.rounds, name)
+        slowest, calls_per_s = unaligned_metrics(calls, case.rounds, name)
         metrics |= slowest
         metrics[f"{name}_calls_per_s"] = calls_per_s
         metrics[f"{name}_gb_per_s"] = calls_per_s * key["size_bytes"] * directions / 1e9

@@ -143,7 +143,7 @@ def interval_of_rounds(values: ArrayLike, confidence: float = 0.95) -> Interval 
     return between(x, half_by_signs(signs, tau, confidence))
 
 
-def own_pace(
+def unaligned_metrics(
     samples: ArrayLike, rounds: Sequence[int], prefix: str
 ) -> tuple[dict[str, Any], Estimate]:
     """Metrics of workers that do not wait for each other within a block. samples: [workers, n].

@@ -8,10 +8,10 @@ import torch
 from benchmarks.workloads.phases import (
     Phases,
     interval_of_rounds,
-    own_pace,
     phase_table,
     summaries,
     summary,
+    unaligned_metrics,
 )
 from common.report import Case, Estimate
 from common.table import render
@@ -80,10 +80,10 @@ def test_rows_of_workers() -> None:
     assert (len(rows), left_out) == (12, "")
 
 
-def test_workers_at_their_own_pace() -> None:
+def test_workers_that_do_not_wait_for_each_other() -> None:
     """In blocks of one step the slower worker takes 2 s five times and 4 s once: 12 samples in 14
     s."""
-    metrics, rate = own_pace([[1.0] * 5 + [4.0], [2.0] * 6], [1] * 6, "step")
+    metrics, rate = unaligned_metrics([[1.0] * 5 + [4.0], [2.0] * 6], [1] * 6, "step")
     assert metrics["step_s"] == Estimate(2.0, 2.0, 2.0)
     assert metrics["step_slowest"] == 1
     assert metrics["step_p95_s"] == pytest.approx(3.25)  # of the other worker
