@@ -143,7 +143,7 @@ def parse_args() -> argparse.Namespace:
     add("--sigmas", type=positive, default=SIGMAS, metavar="S", help=text)
     text = "minimum slowdown to report (default: 0.1; on the CPU 0.4, all ranks together 2)"
     add("--margin", type=positive, metavar="SHARE", help=text)
-    text = "minimum speed of each matrix product"
+    text = "minimum TFLOP/s of each matrix product"
     add("--min-tflops", type=positive, default=0, metavar="T", help=text)
     text = "minimum busbw of all_reduce within each node"
     add("--min-busbw", type=positive, default=0, metavar="GB/S", help=text)

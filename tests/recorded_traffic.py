@@ -69,14 +69,14 @@ def main(meshes: list[str]) -> int:
     status = 0
     for key, calls, held in records if rank == ranks - 1 else []:
         step = traffic.simulate(key)
-        played: traffic.Calls = Counter()
+        simulated: traffic.Calls = Counter()
         for (axis, collective, size), count in step.calls.items():
             name = "all_reduce" if collective == "reduce_scatter" else collective
             if collective not in traffic.MESSAGES:
-                played[axis, name, size] += count
-        same = calls == played and held == step.held_bytes
+                simulated[axis, name, size] += count
+        same = calls == simulated and held == step.held_bytes
         status |= not same
-        verdict = "same" if same else f"{calls - played} and not {played - calls}; {held}"
+        verdict = "same" if same else f"{calls - simulated} and not {simulated - calls}; {held}"
         print(f"{key['mesh']} rank {rank}: {calls.total()} calls: {verdict}")
     return status
 

@@ -111,11 +111,11 @@ def test_the_metrics_by_hand() -> None:
 def test_the_answer() -> None:
     """The rank that sends the most bytes counts."""
 
-    def played(mesh: str, ring_gib: float) -> Case:
+    def simulated(mesh: str, ring_gib: float) -> Case:
         metrics = {"ring_bytes": ring_gib * 2**30, "all_bytes": 2**31}
         return Case(key={"mesh": mesh}, ranks=[0], metrics=metrics)
 
-    assert traffic.answer([played("a", 1.5), played("a", 6.25), played("b", 2.75)]) == (
+    assert traffic.answer([simulated("a", 1.5), simulated("a", 6.25), simulated("b", 2.75)]) == (
         "with ring algorithms, a rank sends 2.75G bytes per step under b (2G in collectives), the "
         "least; the most is 6.25G under a (2G)"
     )
@@ -123,8 +123,10 @@ def test_the_answer() -> None:
         "with ring algorithms, a rank sends 1.5G bytes per step under",
         "(2G in collectives)",
     )
-    assert traffic.answer([played("a", 1.5), played("b", 1.5)]) == f"{begin} all 2 meshes {end}"
-    assert traffic.answer([played("a", 1.5)]) == f"{begin} a {end}"
+    assert (
+        traffic.answer([simulated("a", 1.5), simulated("b", 1.5)]) == f"{begin} all 2 meshes {end}"
+    )
+    assert traffic.answer([simulated("a", 1.5)]) == f"{begin} a {end}"
 
 
 def test_the_table_the_report_and_the_analysis(
@@ -177,7 +179,7 @@ MEASURED = {  # seconds by size: 1 ms plus 1 us per byte, +-10 %
 }
 
 
-def played(calls: dict[traffic.Call, int], ranks: dict[str, list[int]]) -> traffic.Step:
+def simulated(calls: dict[traffic.Call, int], ranks: dict[str, list[int]]) -> traffic.Step:
     return traffic.Step(Counter(calls), ranks, {}, dict.fromkeys(calls, "float32"))
 
 
@@ -187,7 +189,7 @@ def test_a_step_takes_as_long_as_its_calls() -> None:
     take 4 times 2 ms."""
     calls = {("dp", "all_gather", 2000): 3, ("tp", "all_reduce", 9000): 2}
     calls |= {("pp", "send", 1000): 4, ("pp", "recv", 1000): 3}
-    step = played(calls, {"dp": [0, 2, 4, 6], "tp": [0, 1], "pp": [0, 8]})
+    step = simulated(calls, {"dp": [0, 2, 4, 6], "tp": [0, 1], "pp": [0, 8]})
     alone = {
         ("all_gather", (4,), "float32"): MEASURED,
         ("all_reduce", (2,), "float32"): MEASURED,
@@ -202,7 +204,7 @@ def test_a_step_takes_as_long_as_its_calls() -> None:
 
 
 def test_groups_of_one_rank_take_no_time() -> None:
-    step = played({("dp", "all_gather", 2000): 3}, {"dp": [5]})
+    step = simulated({("dp", "all_gather", 2000): 3}, {"dp": [5]})
     found = traffic.timed({"gpus_per_node": 8}, step, {("x", (2,), "float32"): MEASURED})
     assert found == {"dp_s": Estimate(0, 0, 0), "communication_s": Estimate(0, 0, 0)}
 
@@ -243,7 +245,7 @@ def test_groups_of_one_rank_take_no_time() -> None:
 def test_nothing_is_extrapolated(
     ranks: list[int], calls: dict[traffic.Call, int], said: str
 ) -> None:
-    step = played(calls, {"dp": ranks})
+    step = simulated(calls, {"dp": ranks})
     found = traffic.timed({"gpus_per_node": 8}, step, {("all_gather", (4,), "float32"): MEASURED})
     assert "dp_s" not in found
     assert "communication_s" not in found
@@ -257,7 +259,7 @@ def test_nothing_is_extrapolated(
 
 
 def test_another_dtype_is_mentioned() -> None:
-    step = played({("dp", "all_gather", 2000): 1}, {"dp": [0, 1]})
+    step = simulated({("dp", "all_gather", 2000): 1}, {"dp": [0, 1]})
     step.dtypes["dp", "all_gather", 2000] = "bfloat16"
     alone: Times = {("all_gather", (2,), "float32"): MEASURED}
     found = traffic.timed({"gpus_per_node": 8}, step, alone)
