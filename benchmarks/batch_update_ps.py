@@ -48,11 +48,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from benchmarks.workloads.check import verdict
 from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from common.benchmark import Benchmark, Key, Planned
-from common.check import verdict
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case

@@ -63,11 +63,11 @@ from torch.utils import _pytree  # private; seen to work with torch 2.11, 2.14 a
 if __name__ == "__mp_main__":  # the writing process of async-process, where torch logs warnings
     logging.disable(logging.WARNING)
 
+from benchmarks.workloads.check import verdict
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
 from common.benchmark import Benchmark, Key, Planned
-from common.check import verdict
 from common.groups import FOREVER, Group, agree, rendezvous, share
 from common.report import Case, Estimate
 from common.stats import Times, median

@@ -66,8 +66,10 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import record_function
 
+from benchmarks.workloads.check import verdict
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.interleave import SettingsTable, compare_rows, split_case
+from benchmarks.workloads.memory import peak, reset_peak, start_peak
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.own_model import (
     Optimize,
@@ -89,10 +91,8 @@ from benchmarks.workloads.reference import (
 from benchmarks.workloads.settings import compare_settings
 from benchmarks.workloads.training import training_metrics
 from common.benchmark import Benchmark, Key, Planned
-from common.check import verdict
 from common.environment import count_of
 from common.groups import Group, Job, agree
-from common.memory import peak, reset_peak, start_peak
 from common.report import Case
 from common.stats import Times, telling
 from common.table import Columns, ends, metric, relative

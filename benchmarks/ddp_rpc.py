@@ -50,16 +50,17 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.workloads.check import compare_replicas, digest, relative_error, verdict
+from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.phases import Phases, Stamps, pool
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from common.benchmark import Benchmark, Key, Planned
-from common.check import compare_replicas, digest, relative_error, verdict
 from common.groups import Group, Job
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
 from common.stats import Times, median, percentiles
-from common.table import Columns, Table, fitted, metric, percentile_columns, relative
+from common.table import Columns, Table, fitted, metric, relative
 from common.timing import Workload
 
 PHASES = ("lookup", "forward", "backward", "step")

@@ -64,19 +64,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.workloads.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
 from benchmarks.workloads.interleave import SettingsTable, compare_rows, split_case
+from benchmarks.workloads.memory import peak, start_peak
 from benchmarks.workloads.own_model import is_own, make_own, need_size, try_on_all, without_rate
+from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
 from benchmarks.workloads.settings import compare_settings
 from benchmarks.workloads.training import breakdown, training_metrics
 from common.benchmark import Benchmark, Key, Planned
-from common.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
 from common.environment import count_of
 from common.groups import Group, Job, agree
-from common.memory import peak, start_peak
 from common.report import Case, show_seconds
 from common.stats import Disturbed, Times
-from common.table import Columns, ends, metric, percentile_columns, relative
+from common.table import Columns, ends, metric, relative
 from common.timing import Workload
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]

@@ -57,10 +57,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from benchmarks.workloads.check import compare_replicas, digest, verdict
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
-from common.check import compare_replicas, digest, verdict
 from common.environment import count_of
 from common.groups import Group, Job, share
 from common.report import Case

@@ -58,6 +58,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from benchmarks.workloads import links, operations, start_up
+from benchmarks.workloads.check import digest, verdict
 from benchmarks.workloads.operations import Member
 from benchmarks.workloads.outliers import (
     SIGMAS,
@@ -71,7 +72,6 @@ from benchmarks.workloads.outliers import (
 )
 from benchmarks.workloads.ranks import ranks_by_node
 from common.benchmark import LOAD_UNKNOWN, Benchmark, Build, Derive, Key, Planned, check_flags
-from common.check import digest, verdict
 from common.cpu_load import Others
 from common.environment import (
     count_of,

@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 
+from benchmarks.workloads.check import verdict
 from benchmarks.workloads.decoder import (
     DECODERS,
     DTYPES,
@@ -60,6 +61,7 @@ from benchmarks.workloads.decoder import (
     next_token_loss,
     random_text,
 )
+from benchmarks.workloads.memory import peak, reset_peak, start_peak
 from benchmarks.workloads.meshes import (
     EXPERTS,
     Mesh,
@@ -76,13 +78,10 @@ from benchmarks.workloads.reference import (
     sgd,
     train_alone,
 )
-from benchmarks.workloads.room import check_room
+from benchmarks.workloads.room import check_room, sharers
 from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
-from common.check import verdict
-from common.environment import sharers
 from common.groups import Group, Job, share
-from common.memory import peak, reset_peak, start_peak
 from common.report import Case, show_seconds
 from common.stats import Disturbed, Times
 from common.table import Columns, ends, metric, relative

@@ -62,6 +62,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.workloads.check import compare_replicas, digest, relative_error, verdict
+from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.phases import (
     Durations,
     Phases,
@@ -75,14 +77,13 @@ from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from benchmarks.workloads.training import training_metrics
 from common.benchmark import Benchmark, Key, Planned
-from common.check import compare_replicas, digest, relative_error, verdict
 from common.environment import count_of
 from common.groups import Group, Job
 from common.join import world
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
 from common.stats import Times, median, time_of_iterations
-from common.table import Columns, metric, percentile_columns, relative
+from common.table import Columns, metric, relative
 from common.timing import Workload
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")

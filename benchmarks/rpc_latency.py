@@ -57,11 +57,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 
 from benchmarks.workloads import patterns
+from benchmarks.workloads.check import verdict
 from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from common.benchmark import Benchmark, Key, Planned
-from common.check import verdict
 from common.groups import Group, Job
 from common.report import Case, Estimate
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers

@@ -1,26 +1,24 @@
-"""What stands behind the scripts. A map, from the ground up; each line imports those above it.
+"""The harness behind the scripts. In this map, each module imports only modules above it.
 
-Ground: needs the standard library only, so that analysis/ can use it.
-    report      the file that --json writes: Estimate, Case, Report, load
-    cli         command lines: Parser, types of flags, the flags of all scripts, how to say no
-    contents    hashes of scripts, the harness and one's own models
+Shared with analysis/: runs without torch.
+    report      the report that --json writes: Estimate, Case, Report, load
+    cli         command lines: Parser, types of flags, the flags of all scripts, error messages
+    contents    hashes of scripts, of the harness and of user-defined models
+    stats       medians and differences with intervals, Times
+    cpu_load    CPU use by other processes
 
-Core: what stands behind every measuring script.
-    stats       medians and differences with intervals, Times: numpy
-    cpu_load    CPU use by other processes: psutil
-    table       columns and rows as they come
+Core: used by every measuring script.
+    table       columns and rows, printed as cases finish
     groups      Job, Group; process groups of a case; gather, share, agree
     timing      Workload, the timed loop, the stop rule
-    join        how a process joins the job: variables, device, rendezvous, interface
-    environment what the numbers were measured on, who else uses the cores; the preamble
+    join        joining the job: variables, device, rendezvous, network interface
+    environment hardware, software and variables of a run; the preamble and its warnings
     watchdog    hang detection, failed cases, signals
-    benchmark   Benchmark: cases one after the other, each a row and a line of the report; Observer
-    check       replicas bit by bit, relative errors
-    memory      the largest memory in use
-    rpc         names, device maps, settings of TensorPipe, start and shutdown
+    benchmark   Benchmark: measures cases, each a row of a table and a line of the report; Observer
+    rpc         names, device maps and settings of TensorPipe; start and shutdown of RPC
 
-common/observe/ looks on: hints, GPUs and networks, traces, the line on a terminal. Without it a run
-measures the same.
+common/observe/ adds hints, GPU and network counters, traces and the progress line. A run without
+this folder measures the same.
 """
 
 import sys

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import ddp_sweep
-from common.check import NOT_FINITE
+from benchmarks.workloads.check import NOT_FINITE
 from common.report import Case, Estimate
 from common.stats import Disturbed, Times
 from tests.process import ROOT

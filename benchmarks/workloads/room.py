@@ -7,7 +7,6 @@ from typing import Any
 import psutil
 import torch
 
-from common.environment import sharers
 from common.groups import Job
 
 
@@ -29,6 +28,15 @@ def check_room(needed: int, job: Job, environment: dict[str, Any], flag: str) ->
     if total > free:
         buffers = f"the buffers need {total:,} bytes of this {place}"
         raise ValueError(f"{buffers}, {free:,} are free; lower {flag}")
+
+
+def sharers(environment: dict[str, Any], rank: int) -> int:
+    """Number of ranks that use the GPU of this rank, itself included; 1 if it is on the CPU.
+
+    UUIDs are compared, because torch's device count is 1 if each rank sees only its own GPU.
+    """
+    places = [(row["host"], row["uuid"]) for row in environment["ranks"]]
+    return places.count(places[rank]) if places[rank][1] else 1
 
 
 def free_on_host() -> int:

@@ -1,4 +1,4 @@
-"""common/check.py: replicas, relative errors, and training compared with one process."""
+"""benchmarks/workloads/check.py: replicas, relative errors, training compared with one process."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.workloads.check import compare_replicas, digest, relative_error, verdict
 from benchmarks.workloads.reference import compare_training, train_alone
-from common.check import compare_replicas, digest, relative_error, verdict
 
 
 def weight(*values: float) -> nn.Module:

@@ -1,9 +1,9 @@
-"""common/memory.py."""
+"""benchmarks/workloads/memory.py."""
 
 import pytest
 import torch
 
-from common import memory
+from benchmarks.workloads import memory
 
 
 def test_a_peak_is_relative_to_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

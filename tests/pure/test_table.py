@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.workloads.percentiles import digits_beside, percentile_columns
 from common.report import Case, Estimate
-from common.table import Table, digits_beside, ends, layout, metric, percentile_columns, render
+from common.table import Table, ends, layout, metric, render
 
 
 def case(**metrics: Any) -> Case:

@@ -1,4 +1,4 @@
-"""Is the result right? Replicas are compared bit by bit, and values with what they should be."""
+"""Checks of results: replicas must be bitwise equal, and values close to their reference."""
 
 import hashlib
 import math
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-NOT_FINITE = "not finite"  # instead of a digest
+NOT_FINITE = "not finite"  # returned instead of a digest
 
 
 def digest(model: nn.Module) -> str:
-    """`digest_of` the parameters."""
+    """`digest_of` the parameters of a model."""
     return digest_of(model.parameters())
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """A hash of the tensors, bit by bit; `not finite` if a value is infinite or NaN."""
+    """A hash of the bits of tensors; `not finite` if a value is infinite or NaN."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        if tensor.is_sparse:  # equal values may lie in different orders
+        if tensor.is_sparse:  # equal values may be stored in different orders
             tensor = tensor.detach().to_dense()
         if not bool(tensor.isfinite().all()):
             return NOT_FINITE
@@ -31,8 +31,10 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 def compare_replicas(
     digests: Sequence[str], ranks: Sequence[int], what: str = "parameters"
 ) -> str | None:
-    """What is wrong with the digests of `what`, one for each of the ranks; None if they are
-    equal."""
+    """Why replicas differ or are not finite; None if they are equal.
+
+    digests: of the replica on each of the ranks. what: the name of the replicated values.
+    """
     if NOT_FINITE in digests:
         return f"{what} of rank {ranks[list(digests).index(NOT_FINITE)]} are not finite"
     pairs = zip(ranks, digests, strict=True)
@@ -46,9 +48,10 @@ def compare_replicas(
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """The largest difference / the largest value in `want`; infinite if a value is not finite.
+    """Largest absolute difference divided by the largest absolute value in `want`; infinite if a
+    value is not finite.
 
-    Both have the same shape. Each may be dense or sparse.
+    got, want: tensors of the same shape, each dense or sparse.
     """
     wanted = dense(want)
     error = float((dense(got) - wanted).abs().max())
@@ -59,7 +62,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """In float64, without its gradient."""
+    """A dense copy in float64, detached from the graph."""
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
@@ -67,5 +70,5 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def verdict(problem: str | None) -> str:
-    """The `check` of a case: passed, or failed with the reason."""
+    """The `check` of a case: `passed`, or `failed: problem`."""
     return f"failed: {problem}" if problem else "passed"

@@ -1,4 +1,4 @@
-"""The memory of a case on one rank: how much it used at most, and whether there is enough."""
+"""Peak memory of a case on one rank."""
 
 import contextlib
 import ctypes
@@ -12,34 +12,34 @@ GIB = 2**30
 
 
 def start_peak(device: torch.device) -> int:
-    """Start a new peak. Returns the bytes in use now; on the CPU `peak` subtracts them.
+    """Reset the peak. Returns the bytes in use now, which `peak` subtracts on the CPU.
 
-    On CUDA this is 0: `peak` counts what torch has in use at the start as well.
+    0 on CUDA, where the peak includes memory that torch already has at the start.
     """
     reset_peak(device)
     return 0 if device.type == "cuda" else status_bytes("VmRSS")
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the largest memory so far. What `start_peak` has returned is still the start."""
+    """Reset the peak. The return value of an earlier `start_peak` remains valid."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):  # glibc only
-        # Memory that the case before has freed may still belong to the process. Give it back, or
-        # this case would use it and its growth would not show.
+        # Return memory freed by earlier cases to the system. Otherwise this case would reuse it,
+        # and its own use would not show.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with contextlib.suppress(OSError):  # some containers forbid it: then VmHWM is the whole run's
+    with contextlib.suppress(OSError):  # some containers forbid it, so VmHWM covers the run
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
 
 def peak(device: torch.device, start: int) -> dict[str, float]:
-    """The largest memory since `start_peak` or `reset_peak`, in GiB, as metrics.
+    """Peak memory since `start_peak` or `reset_peak`, in GiB, as metrics.
 
-    On CUDA: what torch reserved and what it allocated at most, without NCCL's own buffers. On the
-    CPU: by how much the resident set grew over `start`, which `start_peak` has returned.
+    start: returned by `start_peak`. On CUDA: the peak of the memory that torch reserved and
+    allocated, without NCCL's buffers. On the CPU: growth of the resident set over `start`.
     """
     if device.type == "cuda":
         return {
@@ -50,7 +50,7 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
 
 
 def status_bytes(name: str) -> int:
-    """A field of /proc/self/status in bytes; 0 if it is not there."""
+    """A field of /proc/self/status in bytes; 0 if it is missing."""
     text = Path("/proc/self/status").read_text()
     field = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     return int(field[1]) * 1024 if field else 0

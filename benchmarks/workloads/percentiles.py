@@ -1,0 +1,50 @@
+"""Columns with percentiles of a time and the rates that follow from them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from common.report import Case, Estimate
+from common.table import Columns, number_of
+
+
+def percentile_columns(
+    prefix: str, unit: str, rate_unit: str, amount: Callable[[Case], float]
+) -> Columns:
+    """Columns for p50, p75, p90 and p95 of a time in seconds, each followed by the rate.
+
+    prefix: the metrics are `{prefix}_p50_s`, or `{prefix}_s` if that is the median,
+    `{prefix}_p75_s`, and so on. amount: the amount per case of which the rate is computed as
+    amount / time, e.g. the samples in a step.
+    """
+
+    def value_of(name: str, case: Case) -> Any:
+        is_median = name.endswith("_p50_s") and name not in case.metrics
+        return case.metrics.get(f"{prefix}_s" if is_median else name)
+
+    def time(name: str, case: Case) -> str:
+        value = value_of(name, case)
+        digits = digits_beside(case.metrics.get(f"{prefix}_s"))
+        return "-" if value is None else f"{number_of(value):.{digits}f}"
+
+    def rate(name: str, case: Case) -> str:
+        value = value_of(name, case)
+        return f"{amount(case) / number_of(value):.1f}" if value else "-"
+
+    columns: Columns = {}
+    for q in (50, 75, 90, 95):
+        name = f"{prefix}_p{q}_s"
+        columns |= {f"p{q}\n{unit}": partial(time, name)}
+        columns |= {f"p{q}\n{rate_unit}": partial(rate, name)}
+    return columns
+
+
+def digits_beside(value: Any) -> int:
+    """Number of decimals for two significant digits, or three if the uncertainty allows it."""
+    size = abs(number_of(value)) if value else 1.0
+    uncertainty = size * ((value.relative if isinstance(value, Estimate) else None) or 0.0)
+    for digits in range(9):
+        last = 10.0**-digits  # one unit of the last digit
+        if size >= 100 * last or (size >= 10 * last and last <= uncertainty / 2):
+            return digits
+    return 9
