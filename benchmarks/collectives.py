@@ -641,7 +641,8 @@ def answer(limit: float | None, cases: list[Case]) -> str:
     where = f"at {sizes[at]} bytes"
     if peak is rates[-1]:
         where += ", the largest size"
-    alike = [size for size, other in zip(sizes, rates, strict=True) if other.overlaps(peak)]
+    pairs = zip(sizes, rates, strict=True)
+    alike = [size for size, x in pairs if x.high is None or not peak.above(x.high)]
     alike.remove(sizes[at])
     if alike:
         where += f" (no significant difference from {cli.cut(alike, 3)})"

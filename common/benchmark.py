@@ -1,5 +1,5 @@
-"""One run of a script: it measures one case after the other. Each case is a row of a table and a
-line of the report. If a case fails on any rank, its row has the reason, and the run goes on.
+"""The run of a script: it measures cases one after the other. Each case is a row of a table and a
+line of the report. If a case fails on any rank, its row shows the reason and the run continues.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import importlib
 import os
 import shlex
 import shutil
-import stat
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,54 +46,56 @@ from common.watchdog import Watchdog, end_later
 
 LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
-Key = dict[str, Any]  # what tells a case from all others: flat, JSON
-Planned = tuple[str, int, Key]  # a case: its name, how many ranks it has, its key
+Key = dict[str, Any]  # identifies a case; flat, JSON
+Planned = tuple[str, int, Key]  # a planned case: its name, number of ranks and key
 Build = Callable[[Key, Group], Workload]  # called on the ranks of the case
-# Called on rank 0: fills in case.metrics and case.check. The list has the facts of each rank.
+# Called on rank 0 to set case.metrics and case.check. The list contains the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
 # Called on rank 0 with the cases of a table that did not fail. Returns the sentence, or sentences,
-# that answer what the script asks; None where the cases do not tell.
+# that answer the script's question, or None if the cases do not answer it.
 Answer = Callable[[list[Case]], str | list[str] | None]
 
 
 class RankResult(NamedTuple):
-    """What each rank of a case sends to rank 0."""
+    """The result of a case on one rank, sent to rank 0."""
 
     times: RankTimes
-    facts: Any  # what Workload.facts returned
-    seen: list[Any]  # by each observer
+    facts: Any  # returned by Workload.facts
+    seen: list[Any]  # returned by Observer.after, for each observer
 
 
 class Observer:
-    """Looks on from outside the timed code. Without it a run measures the same.
+    """Base class of the modules in common/observe/, which are called outside the timed code.
+    Without them, a run measures the same.
 
-    What `row` and `end` raise becomes a line. An error in `after` fails the case: the other ranks
-    may be waiting within it, and would wait for ever.
+    An exception in `row` or `end` becomes a line of output. An exception in `after` fails the case,
+    because other ranks may be waiting in a collective there.
     """
 
     def __init__(self, bench: "Benchmark") -> None:
-        """All ranks have met, the preamble is printed, no report is open yet."""
+        """Called after the preamble is printed and before the report is opened."""
         self.bench = bench
 
     def phase(self, what: str) -> None:
-        """What comes next, never within a block; "" before a line is printed."""
+        """The next phase, never called within a block; "" before a line is printed."""
 
     def after(self, key: Key, work: Workload, times: RankTimes, group: Group) -> Any:
-        """On each rank of a case, once it is timed: it may use the case's groups. `row` gets what
-        the ranks return."""
+        """Called on each rank of a case after the timing. May use the groups of the case. The
+        values of all ranks are passed to `row`."""
 
     def row(self, case: Case, seen: list[Any]) -> list[str]:
-        """On rank 0, before the case is written: lines below its row. May add to case.metrics."""
+        """Called on rank 0 before the case is written. Returns lines to print below its row. May
+        add to case.metrics."""
         return []
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
-        """On all ranks, so that it may gather. The lines that rank 0 returns are printed, and what
-        it adds to `last_line` is in the report's last line."""
+        """Called on all ranks at the end of the run; may gather. On rank 0, returns lines to print
+        and may add to `last_line`, the last line of the report."""
         return []
 
 
 def load_observers(bench: "Benchmark") -> list[Observer]:
-    """One of each class of common/observe/. This is the one place that loads them."""
+    """An instance of each observer in common/observe/. Nothing else imports that folder."""
     observers = []
     for path in sorted((ROOT / "common" / "observe").glob("[!_]*.py")):
         module = importlib.import_module(f"common.observe.{path.stem}")
@@ -104,35 +105,37 @@ def load_observers(bench: "Benchmark") -> list[Observer]:
 
 
 class Benchmark:
-    """A context manager for every rank. When it is left, `status` is the exit status."""
+    """A run, as a context manager on every rank. On exit, `status` is the exit status."""
 
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
-        """tested: the ranks that groups under test may hold; None for all of them."""
+        """Join the job and open the report.
+
+        args: parsed flags, including those of `add_common_flags`. tested: the ranks that groups
+        under test may contain; None for all.
+        """
         check_flags(args)
         end_later(args.timeout)
         self.args, self.status = args, 1
-        self.case_count = 0  # that the run is going to measure; 0 if nobody has said so
+        self.case_count = 0  # number of planned cases; 0 if unknown
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
         self.title = ""
         self.answers: list[str] = []  # printed together, as the last lines
-        self.last_line: dict[str, Any] = {}  # what a script adds to the report's last line
-        self.commands: list[str] = []  # that read what the run wrote, from observers; as they are
+        self.last_line: dict[str, Any] = {}  # entries that a script adds to the report's last line
+        self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
         self.measured: list[Key] = []
-        self.names: dict[str, list[str]] = {}  # of the announced cases, by the title of their table
+        self.names: dict[str, list[str]] = {}  # title of a table -> names of its planned cases
         rank, on_node, _, _ = world()
         self.is_first = rank == 0
-        # how wide a table may be, in letters; None: as wide as it is
+        # maximum width of a table in characters; None for no limit
         self.room = terminal_width() if self.is_first and not args.wide else None
         turns = os.environ.get(TURN)
-        variables = environment.user_variables()  # before `join` sets more of them
+        variables = environment.user_variables()  # before `join` sets others
         contents = of_run(sys.argv[0], own_modules(args))
-        # before any rank calls CUDA; while two commands take turns, the other one holds memory
-        memory_held = {}
-        if on_node == 0 and not turns and torch.cuda.device_count():
-            memory_held = environment.gpu_memory()
+        # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
+        memory_held = environment.gpu_memory() if on_node == 0 and not turns else {}
         files = [take_stdout()] if args.json == "-" else []
-        # while two commands take turns, the one that waits is idle: it disturbs nobody
+        # not for interleaved commands: this command is idle while the other one measures
         self.records_load = not turns
         self.cpu_load = CpuLoad() if on_node == 0 and not turns else None
         self.job = join(args.device, args.backend, args.timeout, contents)
@@ -147,8 +150,8 @@ class Benchmark:
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
-        # These complete every key, as rank 0 has them: with RPC a server may be on another device
-        # than the trainers.
+        # Added to every key. Rank 0's, because with RPC servers and trainers may be on different
+        # devices.
         place = {"device": self.job.device.type, "backend": self.job.backend}
         self.place: Key = share({"world_size": self.job.world_size, **place})
         self.observers: list[Observer] = []
@@ -156,26 +159,24 @@ class Benchmark:
         self.observers = load_observers(self)
         self.replaced = self.prepare("--json", self.open_report)
         if self.replaced:
-            self.print(f"# the report that was there is now {self.replaced}")
+            self.print(f"# the existing report was moved to {self.replaced}")
         for remark in self.report.remarks:
             self.print(f"# {remark}")
         kept = [case.key for case in self.report.cases if counts_as_done(case, args)]
         self.done: list[Key] = share(kept)
 
     def open_report(self) -> str | None:
-        """Begin the report or go on with it, on rank 0. The new name of one that was there."""
+        """Start or resume the report, on rank 0. Returns the new path of an existing report."""
         if self.args.dry_run and self.args.resume and self.is_first:
-            with contextlib.suppress(ValueError):  # there is none, or no report
+            with contextlib.suppress(ValueError):  # no report exists
                 self.report.cases = load(self.args.json).cases
-        replaced = self.report.start(self.args.resume)
-        for case in self.report.cases:  # a resumed report has some
-            if case.check == "passed" and not case.metrics:  # a script derives some for each case
-                raise ValueError(f"{self.args.json} is damaged: case {case.name!r} has no metrics")
-        return replaced
+        return self.report.start(self.args.resume)
 
     def prepare(self, what: str, make: Callable[[], T]) -> T:
-        """What `make` returns. All ranks call it. Where it raises OSError or ValueError on any of
-        them, the run ends with `what: the first rank's reason`: status 1 for a full disk, else 2.
+        """Return the result of `make`, which may fail on any rank. All ranks call this.
+
+        If `make` raises OSError or ValueError on any rank, the run ends with `what: reason` of the
+        first such rank, with status 1 for a full disk and 2 otherwise.
         """
         self.phase(f"prepares {what}")
         result, problem = None, None
@@ -193,21 +194,22 @@ class Benchmark:
         return result  # type: ignore[return-value]
 
     def phase(self, what: str, ahead: int = 1) -> None:
-        """Say what comes next: to the watchdog, to who looks on. Keep it out of timed code.
+        """Report the next phase to the watchdog and the observers. Not for use in timed code.
 
-        ahead: 0 for what only this rank does, so that the others do not count as behind it.
+        ahead: 0 if only this rank enters the phase, so that the other ranks do not count as behind;
+        otherwise 1.
         """
         self.watchdog.phase(what, ahead)
         for observer in self.observers:
             observer.phase(what)
 
     def complete_key(self, key: Key, ranks: int) -> Key:
-        """The key with device, backend, world_size and the number of ranks, where it lacks them."""
+        """The key with the device, backend, world_size and number of ranks, unless it has them."""
         return self.place | {"ranks": ranks} | key
 
     def announce(self, tables: Mapping[str, Sequence[Planned]]) -> None:
-        """Say which cases the run is going to measure, by table, before anything is set up for
-        them. All ranks call it. With --dry-run the run lists them and ends here."""
+        """Announce the planned cases by table, before anything is set up for them. All ranks call
+        it. With --dry-run, the run lists them and ends here."""
         planned: dict[str, list[str]] = {}
         for title, cases in tables.items():
             self.names[title] = [name for name, _, _ in cases]
@@ -233,17 +235,17 @@ class Benchmark:
         teams: Sequence[Sequence[int]] | None = None,
         rule: StopRule | None = None,
     ) -> Case | None:
-        """Measure a case on `ranks`, by default on all. Returns it on rank 0, None on the others.
+        """Measure a case. All ranks of the job call this with the same arguments.
 
-        All ranks of the job call it with the same arguments. A case that the resumed report holds
-        is shown, not measured. teams: parts of the ranks that do the same at once, each in a group
-        of its own. rule: of this case, if not that of the flags. Cases over the same ranks and
-        teams share their groups, until one of them fails.
+        A case that the resumed report contains is printed instead. Returns the case on rank 0, None
+        on other ranks. Cases over the same ranks and teams share their groups until one fails.
+
+        ranks: ranks of the case; None for all. teams: a partition of the ranks into teams that do
+        the same work concurrently, each in its own group. rule: stop rule of this case; None for
+        that of the flags.
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         key = self.complete_key(key, len(ranks))
-        if problem := not_json("key", key):
-            self.refuse(problem)
         assert key not in self.measured, f"measured twice: {key}"
         if key in self.done:
             return self.show(self.report.find(key), [])
@@ -253,13 +255,13 @@ class Benchmark:
         self.watchdog.begin(name, member)
         self.phase("set up" if member else "not part of it")
         result = self.attempt(key, build, ranks, teams, rule or self.rule)
-        if member:  # a rank outside of it is not behind the others
+        if member:  # ranks outside the case are not behind
             self.phase("waits for all ranks")
         results, lines = gather(result), list[str]()
         reason, unwritten = share(self.write(case, derive, results, lines) if results else None)
-        self.watchdog.group = None  # two threads must not abort one group
+        self.watchdog.group = None  # two threads must not abort the same group
         self.groups.give_back(ranks, teams, failed=reason is not None)
-        if unwritten:  # all ranks know it, so that none waits for a lost peer
+        if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(unwritten, 1)
         return self.show(case, lines) if results else None
 
@@ -271,10 +273,10 @@ class Benchmark:
         teams: Sequence[Sequence[int]] | None,
         rule: StopRule,
     ) -> RankResult | None:
-        """Take the groups of a case and time it, on this rank.
+        """Build and time a case on this rank.
 
-        None on ranks outside the case, and where it failed: then the watchdog has the reason, and
-        this rank has closed its groups.
+        Returns None on ranks outside the case, and if the case failed. Then the watchdog has the
+        reason, and this rank has closed its groups.
         """
         result, error = None, ""
         try:
@@ -287,16 +289,16 @@ class Benchmark:
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
-            if lost(self.job.device):
-                end(1, f"{error}: this process cannot use its GPU any more")
-        # After the except block: its traceback held the model and its group, and is gone by now.
+            if gpu_is_lost(self.job.device):
+                end(1, f"{error}: this process can no longer use its GPU")
+        # after the except block, whose traceback referenced the model and its group
         if error:
             self.watchdog.group = group = None
             self.groups.give_back(ranks, teams, failed=True)
         return result
 
     def time(self, key: Key, work: Workload, group: Group, rule: StopRule) -> RankResult:
-        """Time what `build` has made, on this rank."""
+        """Time a workload on this rank."""
         times = work.timed
         if not times:
             times = TimedLoop(work, group, self.job.device, rule, self.before_block).run()
@@ -307,17 +309,18 @@ class Benchmark:
         return RankResult(times, facts, seen)
 
     def before_block(self, phase: str) -> None:
+        """Called by the timed loop between blocks."""
         self.turn()
         self.phase(phase)
 
     def write(
         self, case: Case, derive: Derive, results: list[RankResult], lines: list[str]
     ) -> tuple[str | None, str | None]:
-        """Complete the case and write it, on rank 0.
+        """Complete a case and write it to the report, on rank 0.
 
-        Returns why it failed and why it could not be written, each None if it did not happen.
-        results: of each rank of the job; None on those that have none. lines: gets what observers
-        say.
+        results: of each rank of the job; None for ranks without one. lines: the lines of observers
+        are appended here. Returns the reason if the case failed, and the reason if it could not be
+        written; None otherwise.
         """
         reason, failed_rank = self.watchdog.failure()
         if reason is None:
@@ -327,7 +330,7 @@ class Benchmark:
                 for number, observer in enumerate(self.observers):
                     seen = [result.seen[number] for result in of_ranks]
                     lines += guarded(observer, observer.row, case, seen)
-                reason = not_json("metric", case.metrics)
+                reason = not_json(case.metrics)
             except Exception as error:
                 reason = describe(error)
         if reason:
@@ -343,9 +346,10 @@ class Benchmark:
         return reason, None
 
     def complete(self, case: Case, derive: Derive, results: list[RankResult]) -> None:
-        """Fill in the samples, the metrics and the check. results: of the ranks of the case.
+        """Set the samples, the metrics and the check of a case.
 
-        The metrics are of all samples, also where the case keeps a part of them.
+        results: of each rank of the case. Metrics are computed from all samples, even if the case
+        keeps only some of them.
         """
         by_rank = [result.times for result in results]
         first = by_rank[0]
@@ -365,12 +369,12 @@ class Benchmark:
         answer: Answer | None = None,
         table: Table | None = None,
     ) -> Iterator[Table]:
-        """The cases that are measured within it are the rows of a table. All ranks call it.
+        """A table, as a context manager: its rows are the cases measured in the block. All ranks
+        call it.
 
-        columns: a header -> a function of a case that makes the cell, the most important ones
-        first: a terminal without --wide shows as many as fit, and a line below says how many it
-        does not show. answer: makes the sentence that answers the script's question. table:
-        another form than usual.
+        columns: header -> function from a case to a cell, most important columns first: a terminal
+        shows as many as fit (all with --wide), and a line below counts the others. answer: makes
+        the sentence that answers the script's question. table: a Table of another layout.
         """
         self.title, self.table = title, table or Table(columns)
         self.table.room = self.room
@@ -380,7 +384,7 @@ class Benchmark:
         for line in omitted(len(self.table.columns) - self.table.count):
             self.print(line)
         if self.table.passed and answer:
-            # of a resumed report each part is answered for itself: no sentence mixes two runs
+            # one answer per part of a resumed report, so that no sentence mixes two runs
             for part in sorted({case.part or 0 for case in self.table.passed}):
                 cases = [case for case in self.table.passed if (case.part or 0) == part]
                 sentences = answer(cases) or []
@@ -390,8 +394,10 @@ class Benchmark:
     def print_table(
         self, columns: Columns, cases: Sequence[Case], title: str = "", omitted_rows: str = ""
     ) -> None:
-        """Print another table, of cases that were measured. omitted_rows: those that the caller has
-        left out because this is a terminal, such as `3 trainers`."""
+        """Print another table of measured cases.
+
+        omitted_rows: rows that the caller left out because stdout is a terminal, e.g. `3 trainers`.
+        """
         above = [folded(title, self.room, ""), ""] if title else []
         if any(self.mark(case) for case in cases):
             first, *others = columns.items()
@@ -399,10 +405,11 @@ class Benchmark:
         self.print("\n".join(["", *above, render(columns, cases, self.room, omitted_rows)]))
 
     def conclude(self, sentences: Sequence[str], case: Case | None = None) -> None:
-        """Sentences that answer what the script asks, for one without tables. Call it on rank 0.
+        """Add sentences that answer the script's question, for scripts without `begin_table`. Call
+        it on rank 0.
 
-        case: that they are about. If it was measured before the report was resumed, they say when
-        and where.
+        case: the case that the sentences are about. If it was measured before the report was
+        resumed, they start with the time and the hosts.
         """
         if case is not None and self.report.is_earlier(case):
             begin = f"measured {self.report.when_and_where(case.part)}: "
@@ -410,22 +417,22 @@ class Benchmark:
         self.answers += sentences
 
     def show(self, case: Case | None, lines: list[str]) -> Case | None:
-        """Print the row of a case, and what observers say of it."""
+        """Print the row of a case and the lines of the observers."""
         if case and self.table:
             for row in self.table.rows_of(case):
                 self.print(marked(self.table.row(row), self.mark(case), self.room))
-        elif case and self.mark(case):  # a script without rows, such as p2p_matrix.py
+        elif case and self.mark(case):  # a script without begin_table, such as p2p_matrix.py
             self.print(f"# {case.name}: measured {self.mark(case)}")
         for line in lines:
             self.print(folded(line, self.room))
         return case
 
     def mark(self, case: Case) -> str:
-        """When and where a case was measured before the report was resumed; "" for a new one."""
+        """When and where an earlier run measured the case; "" if this run measured it."""
         return self.report.when_and_where(case.part) if self.report.is_earlier(case) else ""
 
     def print(self, text: str) -> None:
-        """Print on rank 0. If stdout is gone, the run ends; the report has its cases."""
+        """Print on rank 0. If writing to stdout fails, end the run; the report is intact."""
         if not self.is_first:
             return
         for observer in self.observers:
@@ -433,20 +440,20 @@ class Benchmark:
         try:
             print(text, flush=True)
         except OSError as error:
-            kept = f"; {self.args.json} has the cases so far" if self.args.json else ""
+            kept = f"; {self.args.json} has the finished cases" if self.args.json else ""
             self.watchdog.stop()
             end(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
-        """Let the run end with this status although its cases passed. The first reason counts. Call
-        it on rank 0."""
+        """Make the run end with this status although its cases passed. Only the first reason is
+        kept. Call it on rank 0."""
         self.failure = self.failure or (status, reason)
         complain(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
-        """End the run, by default for a mistake that shows only in the job.
+        """End the run, by default because of a user's mistake that only the joined job can detect.
 
-        All ranks call it, or rank 0 alone where only it knows; the launcher then ends the others.
+        All ranks call it, or only rank 0: the launcher then ends the others.
         """
         self.watchdog.stop()
         refuse(problem, status)
@@ -463,7 +470,7 @@ class Benchmark:
         atexit.register(leave, self.status)
 
     def leave_job(self) -> None:
-        """Close all groups. All was printed and written: what fails here changes no status."""
+        """Close all groups. Errors are ignored, because all results are already written."""
         with contextlib.suppress(RuntimeError):
             self.groups.close_all()
             dist.barrier()
@@ -472,27 +479,29 @@ class Benchmark:
             dist.destroy_process_group()
 
     def load_of_others(self) -> list[Others]:
-        """What other programs took from each node during the run. All ranks call it; [] on all but
-        rank 0, and while two commands take turns."""
+        """CPU use by other processes during the run, for each node. All ranks call it. [] on ranks
+        other than 0, and if this command is interleaved with another one."""
         rows = gather(self.cpu_load.of_others() if self.cpu_load else None) or []
         return [row for row in rows if row]
 
     def disturbed(self) -> Others | None:
-        """CPU use by other processes so far, on the node where it was largest. None if it was no
-        more than a tenth of the cores, or unless `records_load`. All ranks call it."""
+        """CPU use by other processes so far, on the node where it was largest. None if it was at
+        most a tenth of the cores, or if it is not recorded. All ranks call it."""
         busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
         return share(busiest if busiest and busiest.fraction > BUSY else None)
 
     def finish(self) -> None:
-        """Print remarks about the run as a whole, write the report's last line, and set status."""
+        """Print the final lines, write the report's last line and set `status`."""
         last_line = self.last_line
         remarks: list[str] = []
         for observer in self.observers:
             remarks += guarded(observer, observer.end, last_line)
         lines = [folded(remark, self.room) for remark in remarks]
-        # commands are not folded, so that they can be copied
-        damage = self.report.lost()
-        path = None if damage else self.report.path
+        # commands are not wrapped, so that they can be copied
+        path = self.report.path
+        if path and path != "-" and not os.path.exists(path):
+            self.fail(f"--json {path}: the report was removed during the run")
+            path = None
         lines += [f"# {line}" for line in [*self.commands, *report_lines(path, self.replaced)]]
         lines.append(f"# elapsed {duration(age_s())}")
         self.print("\n" + "\n".join(lines))
@@ -502,8 +511,6 @@ class Benchmark:
         if answers:
             self.print("\n" + "\n".join(folded(sentence, self.room) for sentence in answers))
             last_line["answer"] = answers
-        if damage:
-            self.fail(f"--json {self.args.json}: {damage}")
         status, reason = self.failure or (0, "")
         cases = self.report.cases
         if failed := [case for case in cases if case.failed]:
@@ -521,7 +528,7 @@ class Benchmark:
 
 
 def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> list[str]:
-    """The lines that an observer returns; for an error of its own a line about it."""
+    """The lines that a method of an observer returns, or a line about its exception."""
     try:
         return call(*given)
     except Exception as error:
@@ -529,7 +536,7 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
 
 
 def report_lines(path: str | None, replaced: str | None) -> list[str]:
-    """Where the report is, and the next commands. replaced: where an older report is now."""
+    """The path of the report and the next commands. replaced: new path of an older report."""
     if not path or path == "-":
         return []
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
@@ -540,19 +547,19 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
 
 
 def analysis_command(script: str, *words: str) -> str:
-    """The command that starts a script of analysis/ from the current folder."""
+    """The command that runs a script of analysis/ from the current folder."""
     file = str(ROOT / "analysis" / script)
     return shlex.join(["python", min(short(file), file, key=len), *words])
 
 
 def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
-    """Whether a case of a resumed report need not be measured again: it did not fail, and if this
-    run checks values, they were checked."""
+    """Whether a case of a resumed report need not be measured again: it did not fail, and its
+    values were checked if this run checks values."""
     return not case.failed and not (case.check == UNCHECKED and getattr(args, "check", False))
 
 
 def marked(row: str, mark: str, room: int | None) -> str:
-    """A row with a mark at its end, or in a line below it if there is no room."""
+    """A row with a mark appended, or on the next line if the row becomes too long."""
     if not mark:
         return row
     text = row.rstrip("\n")
@@ -562,32 +569,38 @@ def marked(row: str, mark: str, room: int | None) -> str:
 
 
 def with_cause(sentence: str, others: str) -> str:
-    """The sentence; one about a number that cannot be says so, and who took the cores. others: what
-    other programs took, "" for nothing."""
+    """The sentence. An impossible result is called disturbed, with the CPU use by other processes.
+
+    others: that CPU use as text; "" if it was at most BUSY.
+    """
     if not isinstance(sentence, Disturbed):
         return sentence
-    return f'disturbed: "{sentence}" cannot be; {others or "nobody else took the cores"}'
+    others = others or "other processes used at most a tenth of the cores"
+    return f'disturbed: "{sentence}" is impossible; {others}'
 
 
 def folded(text: str, room: int | None, mark: str = "# ") -> str:
-    """Each line of a text behind a mark, in lines of so many letters; None: as long as it is."""
+    """Wrap a text, with a mark at the start of each line.
+
+    room: maximum line width in characters; None to keep the lines as they are.
+    """
     if room is None:
         return "\n".join(mark + line for line in text.splitlines())
     wrapper = textwrap.TextWrapper(room, initial_indent=mark, subsequent_indent=f"{mark}  ")
-    wrapper.break_long_words = wrapper.break_on_hyphens = False  # names stay whole
+    wrapper.break_long_words = wrapper.break_on_hyphens = False  # keep names intact
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
 def terminal_width() -> int | None:
-    """In letters, as COLUMNS or the terminal says; None where stdout is no terminal, or one without
-    a size: mpirun gives its ranks such, and passes on to a file what they print."""
+    """The width in characters, from COLUMNS or the terminal. None if stdout is not a terminal, or
+    is one without a size: mpirun creates those, and may forward their output to a file."""
     if not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
 
 
 def short(path: str) -> str:
-    """The path from the current folder; the same path if that folder has been removed."""
+    """The path relative to the working directory; unchanged if that directory was removed."""
     try:
         return os.path.relpath(path)
     except FileNotFoundError:
@@ -595,46 +608,38 @@ def short(path: str) -> str:
 
 
 def own_modules(args: argparse.Namespace) -> list[str]:
-    """The modules of one's own models, which --model package.module:function names."""
+    """The modules of user-defined models: --model package.module:function."""
     models = getattr(args, "models", None) or []
     return list(dict.fromkeys(name.partition(":")[0] for name in models if ":" in name))
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse flags of all scripts that do not go together."""
+    """Refuse combinations of the common flags that are not possible."""
     if args.json == "" or (args.resume and args.json in (None, "-")):
         refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
     if args.profile_ranks and not args.profile:
-        refuse("--profile-ranks needs the folder of the traces; e.g. --profile traces")
+        refuse("--profile-ranks requires --profile DIR, e.g. --profile traces")
 
 
-def lost(device: torch.device) -> bool:
-    """Whether this process can no longer use its GPU, e.g. after an assertion failed in a kernel:
-    then every call fails."""
+def gpu_is_lost(device: torch.device) -> bool:
+    """Whether this process can no longer use its GPU: after a failed assertion in a kernel, for
+    example, every CUDA call fails."""
     try:
         if device.type == "cuda":
-            torch.cuda.current_stream(device).query()  # does not wait: peers may never answer
+            torch.cuda.current_stream(device).query()  # does not wait: work may never finish
     except RuntimeError:
         return True
     return False
 
 
 def turn_taker(pipes: str) -> Callable[[], None]:
-    """Wait for the first turn of this command. Returns a function that passes the turn on and waits
-    for the next one.
+    """Wait for the first turn of this command. Returns a function that passes the turn to the other
+    command and waits for the next one.
 
-    pipes: two names. The token in the first pipe is this command's turn, in the second the other's.
+    pipes: paths of two named pipes, as ab.py --interleave sets them. A token in the first one is
+    the turn of this command, a token in the second one that of the other command.
     """
-    try:
-        my_name, other_name = pipes.split(":")
-        for name in (my_name, other_name):
-            if not stat.S_ISFIFO(os.stat(name).st_mode):  # a token would overwrite another file
-                raise ValueError(f"{name} is no pipe")
-        my_pipe = os.open(my_name, os.O_RDONLY)
-        other_pipe = os.open(other_name, os.O_WRONLY)
-    except (ValueError, OSError):
-        got = f"got {pipes!r}; only ab.py --interleave sets it"
-        refuse(f"{TURN}: expected two named pipes such as /tmp/a:/tmp/b, {got}")
+    my_pipe, other_pipe = map(os.open, pipes.split(":"), (os.O_RDONLY, os.O_WRONLY))
     os.read(my_pipe, len(TOKEN))
 
     def pass_on() -> None:

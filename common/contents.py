@@ -1,10 +1,9 @@
-"""Hashes of the source files behind a number. Two runs belong together only if these are equal.
+"""Hashes of the source files behind a result. Two runs are comparable only if these are equal.
 
-A commit, a path or a module's name does not identify a program: the files may have been edited
-since. Modules are located, and never imported: importing them runs their code.
+A commit, a path or a module name does not identify a program, because files may have been edited
+since. Modules are located but never imported, because an import would run their code.
 """
 
-import ast
 import hashlib
 import importlib.util
 import os
@@ -17,24 +16,24 @@ from pathlib import Path
 
 from common.cli import ROOT
 
-HARNESS = ("common", "benchmarks/workloads")  # folders that every script measures with
-DIGITS = 12  # of a hash: 48 bits
-# `import a.b as c, d` and `from a import b`, wherever the words stand, also in a string
-IMPORT = re.compile(rb"\bfrom\s+([.\w]+)|\bimport\s+([^\n;#]+)")
+HARNESS = ("common", "benchmarks/workloads")  # folders that all scripts use
+DIGITS = 12  # hexadecimal digits of a hash: 48 bits
+# `from .a import b, c`, also with parentheses, and `import a.b as c, d`
+IMPORT = re.compile(r"\bfrom\s+(\.*)([\w.]*)\s+import\s+(\([^)]*|[^\n;#]+)|\bimport\s+([^\n;#]+)")
 INIT = "/__init__.py"
-INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, also of Spack's
+INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, including Spack's
 
-Files = dict[str, Path]  # the name that is hashed with the file, independent of the folder -> file
+Files = dict[str, Path]  # name, hashed with the file and independent of its folder -> file
 
 
 def of_run(script: str, models: Iterable[str] = ()) -> dict[str, str]:
-    """What a run of a script measures with: part -> hash.
+    """The source files behind a run of a script: name of a part -> hash.
 
-    script: the path of the script. models: modules by name, such as `my_package.models`. The parts
-    are the harness, the script with the local modules that it imports, and each model's module with
-    its package, or with the local modules that it imports. A module that is not there has no part.
+    script: path of the script. models: names of modules, e.g. `my_package.models`. The parts are
+    the harness; the script with the local modules that it imports; and for each model its module
+    with its package, or with the local modules that it imports. A missing module has no part.
     """
-    PathFinder.invalidate_caches()  # a file may be newer than the listing of its folder
+    PathFinder.invalidate_caches()  # files may be newer than the cached folder listing
     parts = {" and ".join(f"{folder}/" for folder in HARNESS): harness()}
     path = Path(script)
     if path.is_file():
@@ -45,7 +44,7 @@ def of_run(script: str, models: Iterable[str] = ()) -> dict[str, str]:
 
 
 def harness(root: Path = ROOT) -> Files:
-    """The Python files that all scripts share."""
+    """The Python files of HARNESS in a checkout."""
     files: Files = {}
     for folder in HARNESS:
         files |= package(root / folder, folder)
@@ -53,18 +52,21 @@ def harness(root: Path = ROOT) -> Files:
 
 
 def python_program(path: Path, search: Sequence[str]) -> Files:
-    """A script with the local modules that it imports, without the harness."""
+    """A script with the local modules that it imports, without the harness.
+
+    search: folders, as in sys.path.
+    """
     local = [folder for folder in search if not is_installed(folder)]
-    files = modules(imports(path, path.name, "", local), local)
+    files = modules(imports(path, path.name), local)
     harness_folders = tuple(f"{ROOT / folder}{os.sep}" for folder in HARNESS)
     kept = {n: file for n, file in files.items() if not str(file).startswith(harness_folders)}
     return {path.name: path} | kept
 
 
 def model(name: str, search: Sequence[str]) -> Files:
-    """A module that a flag names, or all of its package, with the local modules that they import.
+    """A module named by a flag, or its whole package, with the local modules that they import.
 
-    An installed module counts as well. search: like sys.path.
+    Unlike imported modules, it may be installed. search: folders, as in sys.path.
     """
     local = [folder for folder in search if not is_installed(folder)]
     files = files_of(name, search, whole=True) or hooked(name)
@@ -72,12 +74,12 @@ def model(name: str, search: Sequence[str]) -> Files:
     imported: set[str] = set()
     for label, path in files.items():
         if not is_installed(str(path)):
-            imported |= imports(path, label, own, local)
+            imported |= imports(path, label, own)
     return modules(imported, local) | files
 
 
 def modules(names: Iterable[str], local: Sequence[str]) -> Files:
-    """The files of local modules, and of the local modules that these import, recursively."""
+    """The files of local modules and of the local modules that they import, recursively."""
     files: Files = {}
     waiting, seen = set(names), set[str]()
     while waiting:
@@ -86,20 +88,21 @@ def modules(names: Iterable[str], local: Sequence[str]) -> Files:
         for label, path in files_of(name, local).items():
             if label not in files:
                 files[label] = path
-                waiting |= imports(path, label, "", local) - seen
+                waiting |= imports(path, label) - seen
     return files
 
 
 def files_of(name: str, search: Sequence[str], whole: bool = False) -> Files:
-    """The file of a module, and of each package that it is in; {} if it is not there.
+    """The file of a module and of each package that contains it; {} if the module is missing.
 
-    whole: all Python files of the outermost regular package instead. search: like sys.path.
+    search: folders, as in sys.path. whole: return all Python files of the outermost regular package
+    instead.
     """
     files: Files = {}
     folders, walked = list(search), ""
     for part in name.split("."):
         spec = PathFinder.find_spec(part, folders) if part else None
-        if spec is None:  # `from module import name` may name a function
+        if spec is None:  # `name` in `from module import name` may be a function
             break
         walked = f"{walked}/{part}".lstrip("/")
         if spec.has_location:
@@ -111,7 +114,7 @@ def files_of(name: str, search: Sequence[str], whole: bool = False) -> Files:
 
 
 def hooked(name: str) -> Files:
-    """The package of a module that only an import hook finds, as of an editable installation."""
+    """The package of a module that only an import hook finds, e.g. an editable installation."""
     top = name.partition(".")[0]
     try:
         spec = importlib.util.find_spec(top)
@@ -121,7 +124,7 @@ def hooked(name: str) -> Files:
 
 
 def files_at(spec: ModuleSpec, label: str, whole: bool) -> Files:
-    """The file of a module; of a package its __init__.py, or all of it."""
+    """The file of a module, or the __init__.py of a package, or all files of it if `whole`."""
     path = Path(spec.origin or "")
     if spec.submodule_search_locations is None:
         return {f"{label}{path.suffix}": path}
@@ -129,7 +132,7 @@ def files_at(spec: ModuleSpec, label: str, whole: bool) -> Files:
 
 
 def package(folder: Path, label: str) -> Files:
-    """All Python files below a folder, but not those of hidden folders and environments."""
+    """All Python files below a folder, except in hidden folders and virtual environments."""
     files: Files = {}
     for place, inner, names in os.walk(folder):
         here = Path(place)
@@ -144,42 +147,29 @@ def package(folder: Path, label: str) -> Files:
     return files
 
 
-def imports(path: Path, label: str, own: str, local: Sequence[str]) -> set[str]:
-    """The modules that a file imports by name, if any of them may be local.
+def imports(path: Path, label: str, own: str = "") -> set[str]:
+    """The names of the modules that a file seems to import, including imports in strings.
 
-    own: the regular package of the file, all of which is hashed anyway.
+    label: name of the file, to resolve relative imports. own: the regular package that contains the
+    file, whose modules are left out because all of it is hashed.
     """
     try:
-        content = path.read_bytes()
-        if not may_import(content, own, local):  # parsing takes far longer than reading
-            return set()
-        tree = ast.parse(content)
-    except (OSError, SyntaxError, ValueError, RecursionError):
+        text = path.read_text(errors="replace").replace("\\\n", " ")
+    except OSError:
         return set()
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = label.split("/")[: -node.level] if node.level else []
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    for dots, module, imported, plain in IMPORT.findall(text):
+        if plain:
+            names |= {words.split()[0] for words in plain.split(",") if words.strip()}
+            continue
+        above = label.split("/")[: -len(dots)] if dots else []
+        base = ".".join([*above, *filter(None, [module])])
+        names |= {base, *(f"{base}.{name}" for name in re.findall(r"\w+", imported))}
     return {name for name in names if not f"{name}.".startswith(f"{own or '?'}.")}
 
 
-def may_import(content: bytes, own: str, local: Sequence[str]) -> bool:
-    """Whether a file has the words of an import of a local module, other than of its package."""
-    tops: set[str] = set()
-    for of_from, of_import in IMPORT.findall(content):
-        words = [of_from] if of_from else of_import.split(b",")
-        tops |= {word.split()[0].decode().partition(".")[0] for word in words if word.split()}
-    if "" in tops and not own:  # from . import x
-        return True
-    return any(PathFinder.find_spec(top, local) for top in tops - {own} if top.isidentifier())
-
-
 def is_installed(path: str) -> bool:
-    """Whether a path is in Python's standard library or among installed packages."""
+    """Whether a path is in the standard library or in a folder of installed packages."""
     real = os.path.realpath(path or ".")
     paths = sysconfig.get_paths()
     library = tuple(f"{os.path.realpath(paths[name])}{os.sep}" for name in ("stdlib", "platstdlib"))
@@ -187,7 +177,7 @@ def is_installed(path: str) -> bool:
 
 
 def digest(files: Mapping[str, Path]) -> str:
-    """A hash of the names and the bytes of files. One that cannot be read counts as empty."""
+    """A hash of the names and contents of files. A file that cannot be read counts as empty."""
     total = hashlib.sha256()
     for name in sorted(files):
         total.update(f"{name}\0{of_file(files[name])}\n".encode())
@@ -195,7 +185,7 @@ def digest(files: Mapping[str, Path]) -> str:
 
 
 def of_file(path: Path) -> str:
-    """A hash of a file's bytes; "" if it cannot be read."""
+    """A hash of the contents of a file; "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]

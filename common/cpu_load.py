@@ -1,7 +1,7 @@
 """CPU use by other processes, from the counters of the kernel.
 
-It needs psutil and nothing else: copy this file beside a training loop of your own, to record the
-load in its report (docs/compare.md).
+Requires only psutil. To record the load in the report of your own training loop, copy this file
+next to it (docs/compare.md).
 """
 
 import os
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 import psutil
 
-SHELLS = ("bash", "dash", "sh", "zsh")  # a wrapper of each rank, such as launch/mpi_env.sh, is one
-LEAST_S = 0.1  # Linux counts CPU time in hundredths of a second
-BUSY = 0.1  # share of a node's cores: more used by other processes disturbs a run
+SHELLS = ("bash", "dash", "sh", "zsh")  # run wrappers of a rank, such as launch/mpi_env.sh
+LEAST_S = 0.1  # shortest interval: Linux counts CPU time in units of 0.01 s
+BUSY = 0.1  # fraction of a node's cores; if other processes use more, a run is disturbed
 
 
 class Others(NamedTuple):
-    """What other processes used of a node, on average over some time."""
+    """Average CPU use by other processes on a node, over a period of time."""
 
-    busy: float  # cores
-    cores: int  # that the job may use on this node
+    busy: float  # number of cores that they used
+    cores: int  # number of cores that the job may use
 
     @property
     def fraction(self) -> float:
@@ -29,24 +29,25 @@ class Others(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What the counters show at one moment."""
+    """A reading of the counters."""
 
-    at_s: float
-    busy_s: float  # of the cores, since the machine started
-    job_s: float  # of the job's processes, since they started
+    at_s: float  # monotonic clock
+    busy_s: float  # CPU time of the cores since boot
+    job_s: float  # CPU time of the job's processes since they started
 
 
 class CpuLoad:
-    """CPU use by other processes, from the moment that it is made.
+    """Measures CPU use by other processes, starting at construction.
 
-    Make it on a node's first rank. Linux counts the busy time of each core, and of each process.
-    The job's processes are those that its launcher has started on this node, and its cores are the
-    launcher's. What the job did not use, others did.
+    Construct it on the first rank of a node. Linux counts the busy time of each core and the CPU
+    time of each process. The difference between the busy time of the job's cores and the CPU time
+    of the job's processes is that of other processes. The job's processes are those started by its
+    launcher on this node, and its cores are those that the launcher may use.
     """
 
     def __init__(self, job: psutil.Process | None = None) -> None:
-        """job: its processes are this one and all that it has started; None for the launcher."""
-        # started by python, a run is one process, and its parent is the user's shell
+        """job: the process that started the job's processes; None for the launcher."""
+        # without a launcher, a run is a single process whose parent is the user's shell
         launched = "RANK" in os.environ
         this = psutil.Process()
         self.job = job or (launcher_of(this) if launched else this)
@@ -54,16 +55,17 @@ class CpuLoad:
         self.start = self.read()
 
     def read(self) -> Counters:
+        """Read the counters now."""
         return Counters(time.monotonic(), busy_seconds(self.cores), job_seconds(self.job))
 
     def of_others(self) -> Others:
-        """The mean since this was made. Waits until that is LEAST_S ago."""
+        """The average since construction. Waits until LEAST_S have passed since then."""
         time.sleep(max(0.0, self.start.at_s + LEAST_S - time.monotonic()))
         return self.mean(*spent(self.start, self.read()))
 
     def mean(self, wall_s: float, others_s: float) -> Others:
-        """The mean over the wall-clock time in which other processes used this CPU time. At most
-        all cores: the clock and the counters are not read at the same moment."""
+        """The average over a period of wall-clock time in which other processes used this CPU time.
+        Limited to the number of cores, because clock and counters are not read simultaneously."""
         busy = min(max(0.0, others_s) / wall_s, len(self.cores))
         return Others(round(busy, 2), len(self.cores))
 
@@ -75,7 +77,8 @@ def spent(start: Counters, end: Counters) -> tuple[float, float]:
 
 
 def launcher_of(process: psutil.Process) -> psutil.Process:
-    """What has started the ranks of this node: the first ancestor that is no shell, or the last."""
+    """The process that started the ranks of this node: the first ancestor that is not a shell, or
+    the last ancestor."""
     parent = process.parent()
     while parent and parent.name() in SHELLS and (above := parent.parent()):
         parent = above
@@ -83,19 +86,19 @@ def launcher_of(process: psutil.Process) -> psutil.Process:
 
 
 def busy_seconds(cores: Sequence[int]) -> float:
-    """How long these cores have been busy since the machine started. What a hypervisor has taken
-    for other machines (steal) counts. Interrupts do not: many serve the job's own messages."""
+    """Busy time of these cores since boot, in seconds. It includes time that a hypervisor gave to
+    other machines (steal), but not interrupts, many of which serve the job's own messages."""
     times = psutil.cpu_times(percpu=True)
     spent = [times[core] for core in cores]
     return sum(core.user + core.nice + core.system + core.steal for core in spent)
 
 
 def job_seconds(root: psutil.Process) -> float:
-    """The CPU time of a process and of all that it has started, also of those that have ended."""
+    """CPU time of a process and all its descendants, including ended ones, in seconds."""
     seconds = 0.0
     with suppress(psutil.Error):
         for process in [root, *root.children(recursive=True)]:
-            with suppress(psutil.Error):  # it has ended meanwhile
+            with suppress(psutil.Error):  # the process has ended
                 used = process.cpu_times()
                 seconds += used.user + used.system + used.children_user + used.children_system
     return seconds

@@ -1,7 +1,6 @@
-"""What the numbers were measured on, whether ranks and nodes fit together, and who else uses the
-cores."""
+"""The environment of a run: software, ranks, nodes, GPUs and variables, with warnings about
+differences between ranks or nodes and about CPU use by other processes."""
 
-import hashlib
 import json
 import os
 import platform
@@ -9,7 +8,7 @@ import re
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -20,47 +19,48 @@ import torch
 
 from common.cli import TURN, cut, version
 from common.cpu_load import BUSY, CpuLoad, Others
-from common.groups import Job, gather, peers, share
+from common.groups import Job, gather, share
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.report import FAMILIES, shown, without_secrets
 
-# These of the FAMILIES tell nothing.
+# Variables that FAMILIES match, but that say nothing about the measurement
 PER_RUN = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN),
     "TORCH_CPP_LOG_LEVEL",
 )
 UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
-MOST_RANKS = 64  # the preamble prints no more of them
+MOST_RANKS = 64  # maximum number of ranks in the preamble
 UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
-GPU_STATE = (  # what nvidia-smi is asked about each GPU, beside its index
+GPU_STATE = (  # fields to query with nvidia-smi, in addition to the index
     f"uuid,name,driver_version,mig.mode.current,ecc.mode.current,{UNCORRECTED},"
     "power.limit,clocks.max.sm,temperature.gpu,clocks_event_reasons.active"
 )
-# Variables that should be the same on all ranks begin with one of these, ...
+# Prefixes of variables that should be the same on all ranks, ...
 ON_ALL_RANKS = (
     *("NCCL_", "RCCL_", "TORCH_", "OMP_", "GLOO_", "UCX_", "FI_", "MLX5_", "HSA_", "LD_PRELOAD"),
 )
-# ... except those that differ by design: devices, network cards, and threads (each rank's number
-# of threads is compared instead)
+# ... except those that differ by design: devices, network adapters, and threads. The number of
+# threads of each rank is compared instead.
 BY_DESIGN = re.compile(
     r".*(_VISIBLE_DEVICES|_HCA|_NET_DEVICES)|NCCL_HOSTID"
     r"|OMP_(NUM_THREADS|PLACES|PROC_BIND|.*AFFINITY.*)"
 )
-OF_NODES = ("device", "cpu", "kernel", "cores", "topology")  # the same on all nodes
-OF_GPUS = (
+OF_NODES = ("device", "cpu", "kernel", "cores", "topology")  # expected to be equal on all nodes
+OF_GPUS = (  # expected to be equal for all GPUs
     *("name", "driver_version", "power.limit", "clocks.max.sm"),
     *("ecc.mode.current", "mig.mode.current"),
 )
-MOST_SETS = 64  # of variables, of which the values are gathered
-MOST_LINES = 16  # of a kind
-HELD_GIB = 1.0  # of a GPU's memory: more than a driver holds by itself
+MOST_LINES = 16  # maximum number of warnings of a kind
+HELD_GIB = 1.0  # GPU memory that a driver may use itself, rounded up
+
+Variables = Mapping[str, str | None]  # name -> value; None if it is not set
 
 
 def user_variables() -> dict[str, str]:
-    """The variables that the user and the launcher have set. Call it before join(), which sets more
-    of them."""
-    told_apart_by = (*FAMILIES, "SLURM_JOB_")
-    names = sorted(name for name in os.environ if name.startswith(told_apart_by))
+    """The variables set by the user and the launcher that can affect a measurement. Call it before
+    `join`, which sets others."""
+    prefixes = (*FAMILIES, "SLURM_JOB_")
+    names = sorted(name for name in os.environ if name.startswith(prefixes))
     variables = {name: os.environ[name] for name in names if name not in PER_RUN}
     if torchrun_set_error_handling():
         del variables[ERROR_HANDLING]
@@ -68,7 +68,10 @@ def user_variables() -> dict[str, str]:
 
 
 def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
-    """The nodes whose cores other processes used; "" if none. loads: of each node."""
+    """The nodes on which other processes used more than BUSY of the cores; "" if there are none.
+
+    loads: CPU use by other processes, for each node.
+    """
     busy = [
         f"{load.busy:.1f} of {load.cores} cores of {host}"
         for host, load in zip(hosts, loads, strict=False)  # a dry run has no loads
@@ -84,25 +87,22 @@ def collect(
     contents: dict[str, str] | None = None,
     memory_held: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """On rank 0 the report's environment; empty on the others. All ranks call it.
+    """The report's environment, on rank 0; {} on other ranks. All ranks call it.
 
-    variables: what `user_variables` returned before this process joined the job. load: measures CPU
-    use by other processes on this node, on its first rank. contents: the hashes of the files, which
-    `join` has found to be the same on all ranks. memory_held: what `gpu_memory` returned before
-    this process joined, on the first rank of its node.
+    variables: returned by `user_variables`. load: CPU use by other processes, on the first rank of
+    each node. contents: hashes of the source files; `join` has checked that they are the same on
+    all ranks. memory_held: returned by `gpu_memory`, on the first rank of each node.
     """
-    mine = {n: v for n, v in variables.items() if is_compared(n)}
-    # with RPC some ranks may be on the CPU, the first one of a node among them
-    gathered = gather((job.device.type, hash_of(mine)))
-    cuda, hashes, speakers = False, list[str](), list[int]()
-    if gathered:
-        cuda = "cuda" in [device for device, _ in gathered]
-        hashes = [digest for _, digest in gathered]
-        speakers = speakers_of(hashes)
-    cuda, speakers = share((cuda, speakers))
-    if job.rank in speakers:
-        with peers():
-            job.store.set(f"variables/{job.rank}", json.dumps(mine))
+    compared = {name: value for name, value in variables.items() if is_compared(name)}
+    of_first = share(compared)
+    differing = {
+        name: compared.get(name)
+        for name in of_first | compared
+        if compared.get(name) != of_first.get(name)
+    }
+    # with RPC, some ranks may be on the CPU, including the first rank of a node
+    gathered = gather((job.device.type, differing))
+    cuda = share(any(device == "cuda" for device, _ in gathered) if gathered else None)
     node = None  # the first rank of a node describes it
     if job.local_rank == 0:
         others = load.of_others() if load else None
@@ -112,14 +112,12 @@ def collect(
         node = {"topology": topology(cuda), "gpus": gpus, "others": others}
         node |= {"cpu": cpu_model(), "kernel": platform.release()}
     rows = gather((describe_rank(job), node))
-    if rows is None:
+    if rows is None or gathered is None:
         return {}
     ranks = [rank for rank, _ in rows]
     nodes = [rank | node for rank, node in rows if node]
-    with peers():
-        values = {rank: json.loads(job.store.get(f"variables/{rank}")) for rank in speakers}
-    sets = other_variables(hashes, values)
-    hosts_of_ranks = [rank["host"] for rank in ranks]
+    usual, sets = other_variables([of_first | row for _, row in gathered])
+    lines = variable_lines(usual, sets, [rank["host"] for rank in ranks])
     counts = [len(node["gpus"]) for node in nodes]
     for node in nodes:
         node["gpus"] = used_gpus(node["gpus"], ranks)
@@ -145,86 +143,59 @@ def collect(
         "gpu_counts": counts,
         "others": [node["others"] for node in nodes if node["others"]],
         "ranks": ranks,
-        "differences": variable_lines(sets, values, hosts_of_ranks) + differences(nodes, ranks),
+        "differences": lines + differences(nodes, ranks),
         "variables": variables,
         "other_variables": sets,
     }
 
 
 def is_compared(variable: str) -> bool:
-    """Whether a variable should have the same value on all ranks."""
+    """Whether a variable is expected to have the same value on all ranks."""
     return variable.startswith(ON_ALL_RANKS) and not BY_DESIGN.fullmatch(variable)
 
 
-def hash_of(variables: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(variables, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def speakers_of(hashes: Sequence[str]) -> list[int]:
-    """The ranks that send their variables: the first rank of each set, at most MOST_SETS. The most
-    common set comes first, of equally common ones rank 0's. [] if all ranks have the same set.
-
-    hashes: of the variables of each rank.
-    """
-    usual, *others = [digest for digest, _ in Counter(hashes).most_common()]
-    return [hashes.index(digest) for digest in [usual, *others[:MOST_SETS]]] if others else []
-
-
 def other_variables(
-    hashes: Sequence[str], values: dict[int, dict[str, str]]
-) -> list[dict[str, Any]]:
-    """The sets of variables that are not the most common one: the ranks that have them, and each
-    variable that differs, null where it is not set.
+    of_ranks: Sequence[Variables],
+) -> tuple[tuple[int, Variables], list[dict[str, Any]]]:
+    """The most common set of variables, and the sets that differ from it.
 
-    hashes: of the variables of each rank. values: the variables of the speakers, as `speakers_of`
-    lists them.
+    of_ranks: variables of each rank; None for one that is not set. Returns the first rank that has
+    the most common set, with that set; and for each other set its ranks, and the variables that
+    differ, most common set first.
     """
-    sets = []
-    speakers = list(values)
-    for speaker in speakers[1:]:
-        usual, mine = values[speakers[0]], values[speaker]
-        names = sorted(name for name in usual | mine if usual.get(name) != mine.get(name))
-        ranks = [rank for rank, digest in enumerate(hashes) if digest == hashes[speaker]]
+    texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
+    first, *others = [texts.index(text) for text, _ in Counter(texts).most_common()]
+    usual, sets = of_ranks[first], list[dict[str, Any]]()
+    for other in others:
+        mine = of_ranks[other]
+        names = sorted(name for name in {*usual, *mine} if usual.get(name) != mine.get(name))
+        ranks = [rank for rank, text in enumerate(texts) if text == texts[other]]
         sets.append({"ranks": ranks, "variables": {name: mine.get(name) for name in names}})
-    return sets
+    return (first, usual), sets
 
 
 def variable_lines(
-    sets: Sequence[dict[str, Any]], values: dict[int, dict[str, str]], hosts: Sequence[str]
+    usual: tuple[int, Variables], sets: Sequence[dict[str, Any]], hosts: Sequence[str]
 ) -> list[str]:
-    """A line for each host with ranks whose variables differ from those of the most common set.
+    """A line per host and set of variables that is not the most common one, with both values.
 
-    sets: as `other_variables` returns them. hosts: of each rank.
+    usual, sets: as returned by `other_variables`. hosts: of each rank.
     """
-    if not sets:
-        return []
-    first = next(iter(values))  # a rank with the most common set
-    ranks_of: dict[str, list[int]] = {}
-    texts_of: dict[str, dict[str, None]] = {}  # by host: names, each with its values
-    names_of: dict[str, dict[str, None]] = {}
-    for row in sets:
-        for host in dict.fromkeys(hosts[rank] for rank in row["ranks"]):
-            ranks_of.setdefault(host, []).extend(r for r in row["ranks"] if hosts[r] == host)
-            for name, value in row["variables"].items():
-                usual = shown(values[first].get(name))
-                text = f"{name} {shown(value)} (rank {first}: {usual})"
-                texts_of.setdefault(host, {})[text] = None
-                names_of.setdefault(host, {})[name] = None
+    first, values = usual
     lines = []
-    for host, ranks in ranks_of.items():
-        *names, last = names_of[host]
-        what = f"{', '.join(names)} and {last}" if names else last
-        verb = "are not those" if names else "is not that"
-        noun = "rank" if len(ranks) == 1 else "ranks"
-        values_text = cut(list(texts_of[host]), 16)
-        lines.append(
-            f"{what} of {noun} {cut(sorted(ranks))} {verb} of rank {first}: on {host} {values_text}"
-        )
+    for row in sets:
+        texts = [
+            f"{name} {shown(value)} (rank {first}: {shown(values.get(name))})"
+            for name, value in row["variables"].items()
+        ]
+        for host in dict.fromkeys(hosts[rank] for rank in row["ranks"]):
+            ranks = cut([rank for rank in row["ranks"] if hosts[rank] == host])
+            lines.append(f"variables of rank {ranks} on {host} differ: {cut(texts, 16)}")
     return bounded(lines, "hosts with other variables")
 
 
 def bounded(lines: list[str], noun: str) -> list[str]:
-    """The first lines, and how many more there are."""
+    """The first MOST_LINES lines, and the number of the remaining ones."""
     more = len(lines) - MOST_LINES
     return [*lines[:MOST_LINES], f"... and {more:,} more {noun}"] if more > 0 else lines
 
@@ -237,7 +208,7 @@ def installed(package: str) -> str | None:
 
 
 def node_of_each(environment: dict[str, Any]) -> list[int]:
-    """The node of each rank, from 0. A host may run several: there local ranks start anew."""
+    """The index of each rank's node. On a host with several nodes, each has its own local ranks."""
     seen: Counter[tuple[str, int]] = Counter()
     nodes: list[tuple[str, int]] = []
     for row in environment["ranks"]:
@@ -248,8 +219,7 @@ def node_of_each(environment: dict[str, Any]) -> list[int]:
 
 
 def node_names(environment: dict[str, Any]) -> list[str]:
-    """The name of each node: that of its host, and with its number if nodes share a host:
-    `vm (node 1)`."""
+    """The name of each node: its host name, with its index if nodes share a host: `vm (node 1)`."""
     hosts = environment["hosts"]
     return [
         host if hosts.count(host) == 1 else f"{host} (node {number})"
@@ -265,7 +235,7 @@ def rank_names(environment: dict[str, Any]) -> list[str]:
 
 
 def describe_rank(job: Job) -> dict[str, Any]:
-    """This rank's row in the environment."""
+    """This rank's entry in the environment."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     addresses = [entry.address for entry in psutil.net_if_addrs().get(interface, [])]
     ipv4 = [address for address in addresses if "." in address]
@@ -290,7 +260,7 @@ def describe_rank(job: Job) -> dict[str, Any]:
 
 
 def run(command: list[str]) -> str:
-    """The output of a command; "" where the command is missing, slow or fails."""
+    """The output of a command; "" if it is missing, fails or takes more than 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -299,8 +269,10 @@ def run(command: list[str]) -> str:
 
 
 def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
-    """What nvidia-smi says about each GPU of this node, its `index` first: rows of two questions
-    belong together by it. [] where it says nothing."""
+    """The fields of a query to nvidia-smi, for each GPU of this node; [] if the query fails.
+
+    query: names of fields, separated by commas. The field `index` precedes them in each row.
+    """
     fields = ["index", *query.split(",")]
     text = run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
     rows = [line.split(", ") for line in text.splitlines()]
@@ -308,16 +280,18 @@ def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
 
 
 def gpu_memory() -> dict[str, str]:
-    """The memory in use of each GPU of this node, such as `4 MiB`, by UUID. Call it before any rank
-    of the node calls CUDA: then other processes hold it."""
-    return {gpu["uuid"]: gpu["memory.used"] for gpu in gpu_state("uuid,memory.used")}
+    """Memory in use on each GPU of this node: UUID -> text such as `4 MiB`. Call it before any rank
+    of the node has used CUDA, so that the memory belongs to other processes."""
+    gpus = gpu_state("uuid,memory.used") if torch.cuda.device_count() else []
+    return {gpu["uuid"]: gpu["memory.used"] for gpu in gpus}
 
 
 def used_gpus(gpus: list[dict[str, str]], ranks: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The GPUs of a node that ranks of the job use, by UUID: nvidia-smi also shows those of other
-    jobs. A GPU in MIG mode is kept: torch reports the UUID of the instance, nvidia-smi the GPU's.
+    """The GPUs of a node that the job's ranks use. nvidia-smi also lists those of other jobs.
 
-    gpus: as `gpu_state` returns them. ranks: rows of `describe_rank`, also of other nodes.
+    GPUs are matched by UUID. A GPU in MIG mode is kept, because torch reports the UUID of the
+    instance and nvidia-smi that of the GPU. gpus: as returned by `gpu_state`. ranks: as returned by
+    `describe_rank`, of all nodes.
     """
     used = {row["uuid"] for row in ranks}
     return [
@@ -326,16 +300,16 @@ def used_gpus(gpus: list[dict[str, str]], ranks: list[dict[str, Any]]) -> list[d
 
 
 def topology(cuda: bool) -> str:
-    """How the devices of this node are connected, as text."""
+    """The topology of this node's devices, as text."""
     if cuda and (text := run(["nvidia-smi", "topo", "-m"])):
-        return re.sub(r"\x1b\[[0-9;]*m", "", text)  # it underlines its header
+        return re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined
     numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     cores, cpus = psutil.cpu_count(logical=False) or "?", psutil.cpu_count()
     return f"{cpu_model()}: {cores} cores, {cpus} CPUs, {numa} NUMA node{'s' * (numa > 1)}"
 
 
 def cpu_model() -> str:
-    """The name of this machine's processor; its architecture where Linux does not say."""
+    """The model name of this machine's CPU; its architecture if Linux does not report a name."""
     with suppress(OSError, UnicodeDecodeError):
         cpuinfo = Path("/proc/cpuinfo").read_text()
         if match := re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE):
@@ -344,29 +318,33 @@ def cpu_model() -> str:
 
 
 def problem(environment: dict[str, Any], tested: range | None = None) -> str | None:
-    """Why this must not be measured, or None: a node has another torch or NCCL, or ranks share a
-    GPU under NCCL. tested: the ranks that NCCL connects; None for all of them."""
+    """Why a run must not start, or None: nodes have different versions of torch or NCCL, or ranks
+    share a GPU under NCCL.
+
+    tested: the ranks that NCCL connects; None for all.
+    """
     ranks = environment["ranks"]
     for name in ("torch", "nccl"):
-        # a server on the CPU has no NCCL, and is not counted
+        # "" for a server on the CPU, which does not use NCCL
         counts = Counter(row[name] for row in ranks if row[name]).most_common()
         if len(counts) > 1:
             usual, rarest = counts[0][0], counts[-1][0]
             host = next(row["host"] for row in ranks if row[name] == rarest)
             return f"{name} is {rarest} on {host}, {usual} elsewhere"
     shared = sharing(environment, tested)
-    # NCCL 2.30 and newer can, with this variable
+    # NCCL 2.30 and newer support sharing with this variable
     can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if shared and "nccl" in environment["backend"] and not can_share:
-        return f"{shared}; NCCL wants one for each rank: start fewer a node, or try --backend gloo"
+        hint = "start fewer ranks per node, or use --backend gloo"
+        return f"{shared}; NCCL requires one GPU per rank: {hint}"
     return None
 
 
 def differences(nodes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[str]:
-    """A line for each node that differs from most of the others, with both values of each property.
+    """A line for each node that differs from most nodes, with both values of each property.
 
-    nodes: of each node its host, OF_NODES, and its `gpus` as `gpu_state` returns them. ranks: of
-    each rank its node's host, its local rank, and its threads.
+    nodes: the `host` of each node, its OF_NODES, and its `gpus` as returned by `gpu_state`. ranks:
+    the `host`, `local_rank` and `threads` of each rank.
     """
     lines = []
     usual_threads = most_common(row["threads"] for row in ranks)
@@ -384,32 +362,29 @@ def differences(nodes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> lis
                 values = "" if name == "topology" else f" {node[name]} ({usual} elsewhere)"
                 parts.append(f"{name}{values}")
         for name, usual in usual_gpu.items():
-            odd = [gpu for gpu in node["gpus"] if gpu[name] != usual]
-            if odd:
+            if odd := [gpu for gpu in node["gpus"] if gpu[name] != usual]:
                 got = cut(list(dict.fromkeys(gpu[name] for gpu in odd)))
                 where = f"GPU {cut([gpu['index'] for gpu in odd])}"
-                if len(odd) == len(node["gpus"]):
-                    where = "its GPUs"
-                what = name.replace("_", " ").replace(".", " ")
-                parts.append(f"{what} of {where} {got} ({usual} elsewhere)")
+                where = "its GPUs" if len(odd) == len(node["gpus"]) else where
+                parts.append(f"{re.sub('[_.]', ' ', name)} of {where} {got} ({usual} elsewhere)")
         if odd_ranks := other_threads.get(number):
-            who = cut([row["rank"] for row in odd_ranks])
+            numbers = cut([row["rank"] for row in odd_ranks])
             got = cut(list(dict.fromkeys(row["threads"] for row in odd_ranks)))
-            parts.append(f"threads of rank {who}: {got} ({usual_threads} elsewhere)")
+            parts.append(f"threads of rank {numbers}: {got} ({usual_threads} elsewhere)")
         if parts:
             lines.append(f"{node['host']} differs: {'; '.join(parts)}")
     return bounded(lines, "nodes that differ")
 
 
 def most_common(values: Iterable[Any]) -> Any:
-    """The most common value, of equally common ones the first; None if there is none."""
+    """The most common value, or the first of several; None if there are no values."""
     counts = Counter(values).most_common(1)
     return counts[0][0] if counts else None
 
 
 def occupied(environment: dict[str, Any]) -> dict[int, str]:
-    """The nodes on which other processes held memory of our ranks' GPUs before the run -> the
-    amounts. What a driver holds by itself, up to HELD_GIB, does not count."""
+    """The nodes on which other processes were using memory of the job's GPUs before the run -> a
+    text with the amounts. Up to HELD_GIB per GPU is ignored."""
     ours: dict[int, set[str]] = {}
     for row, node in zip(environment["ranks"], node_of_each(environment), strict=True):
         if row["uuid"]:
@@ -423,25 +398,25 @@ def occupied(environment: dict[str, Any]) -> dict[int, str]:
             if bare(gpu["uuid"]) in ours.get(node, ()) and gib > HELD_GIB:
                 parts.append(f"{gib:.1f} GiB of GPU {gpu['index']}")
         if parts:
-            held[node] = f"other processes already held {cut(parts)}"
+            held[node] = f"other processes were already using {cut(parts)}"
     return held
 
 
 def bare(uuid: str) -> str:
-    """torch's UUIDs lack the prefix of nvidia-smi's."""
+    """A UUID without the prefix that nvidia-smi adds and torch omits."""
     return uuid.removeprefix("GPU-")
 
 
 def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
-    """The nodes with broken memory or with too few GPUs -> why.
+    """The nodes with uncorrected memory errors or with too few GPUs -> the reason.
 
-    wanted: how many GPUs a node should have; by default as many as the node with the most.
+    wanted: expected number of GPUs per node; by default the largest number found on a node.
     """
     counts = environment["gpu_counts"]
     wanted = wanted or max(counts)
     why = {}
     for node, (gpus, count) in enumerate(zip(environment["gpus"], counts, strict=True)):
-        # strip: the count may also be "[N/A]"
+        # a count, or "[N/A]"
         broken = [gpu["index"] for gpu in gpus if gpu[UNCORRECTED].strip("0").isdigit()]
         reasons = []
         if broken:
@@ -455,9 +430,9 @@ def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int,
 
 
 def sharing(environment: dict[str, Any], tested: range | None = None) -> str | None:
-    """`ranks 0 and 1 share a GPU on host`; None where each rank has a GPU of its own.
+    """`ranks 0 and 1 share a GPU on host`; None if each rank has its own GPU.
 
-    tested: look only at these ranks.
+    tested: the ranks to check; None for all.
     """
     owners: dict[tuple[str, str], int] = {}
     for row in environment["ranks"]:
@@ -468,27 +443,15 @@ def sharing(environment: dict[str, Any], tested: range | None = None) -> str | N
     return None
 
 
-def sharers(environment: dict[str, Any], rank: int) -> int:
-    """How many ranks use the GPU of this rank, itself included; 1 where it is on the CPU.
-
-    The UUIDs tell: torch's device count is 1 on all ranks where each sees only its own GPU.
-    """
-    places = [(row["host"], row["uuid"]) for row in environment["ranks"]]
-    return places.count(places[rank]) if places[rank][1] else 1
-
-
 def preamble(environment: dict[str, Any]) -> str:
-    """The other `#` lines above the tables: versions, ranks, each topology once, and warnings."""
+    """The `#` lines below the command: versions, ranks, each distinct topology, and warnings."""
     cuda = ""
     if environment["cuda"]:
         cuda = f", CUDA {environment['cuda']}, NCCL {environment['nccl']}"
     versions = f"PyTorch {environment['torch']}{cuda}, Python {environment['python']}"
     ranks = count_of(environment["world_size"], "rank")
     nodes = count_of(environment["num_nodes"], "node")
-    lines = [
-        f"{versions}, backend {environment['backend']}",
-        f"{ranks} on {nodes}",
-    ]
+    lines = [f"{versions}, backend {environment['backend']}", f"{ranks} on {nodes}"]
     for row in environment["ranks"][:MOST_RANKS]:
         threads = count_of(row["threads"], "thread")
         place = f"rank {row['rank']}: {row['host']}, {row['device']}"
@@ -503,18 +466,18 @@ def preamble(environment: dict[str, Any]) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """`1 rank`, `1,024 ranks`."""
+    """A count with its noun: `1 rank`, `1,024 ranks`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
-    """What makes the numbers doubtful, a line each: ranks and nodes that differ, CPU use by other
-    processes, GPUs that ranks share or that other processes use."""
+    """A line for each condition that makes results doubtful: ranks and nodes that differ, CPU use
+    by other processes, and GPUs that are shared by ranks or used by other processes."""
     warnings = list(environment["differences"])
     if busy := others_text(environment["hosts"], environment["others"]):
-        warnings.append(f"{busy}: times will scatter")
+        warnings.append(f"{busy}: times will be noisy")
     if shared := sharing(environment):
-        warnings.append(f"{shared}: their times include each other's turns")
+        warnings.append(f"{shared}: each one's times include the other's work")
     names = node_names(environment)
     held = [f"{names[node]}: {why}" for node, why in occupied(environment).items()]
     return warnings + bounded(held, "nodes with memory in use")

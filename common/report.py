@@ -1,9 +1,9 @@
 """The report that `--json PATH` writes: JSON lines. docs/measuring.md describes the format.
 
-The first line describes the run. Then comes a line for each case, and the last line says how the
-run ended. A line is appended and synced as soon as its case is measured, so a crash or a full disk
-loses the case in flight and nothing else. This file needs the standard library only: benchmarks/
-writes reports, analysis/ reads them.
+The first line describes the run, followed by one line per case. The last line holds the status of
+the run. Each line is appended and synced to disk as soon as its case has been measured, so a crash
+or a full disk loses only the case in flight. This module requires only the standard library:
+benchmarks/ writes reports and analysis/ reads them.
 """
 
 import errno
@@ -22,38 +22,39 @@ from pathlib import Path
 from typing import IO, Any
 
 SCHEMA = "torchrun-bench/3"
-UNCHECKED = "skipped: -c 0"  # the check of a case whose values nobody wanted to be checked
+UNCHECKED = "skipped: -c 0"  # Case.check if the user turned checks off
 HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
-# A report is resumed only if these entries of the environment are the same as before, these of each
-# rank, the contents of the files, and the user's variables except those of a job and of a place.
-# The version is not among them: two checkouts that are both `-dirty` may differ.
+# A report can be resumed only if the following are unchanged: these entries of the environment
+# (SAME), these entries of each rank (SAME_OF_RANKS), the hashes of the source files, and the
+# variables, except those that differ from job to job (OF_A_JOB) or name a folder (OF_A_PLACE).
+# The version is not compared: two checkouts that are both `-dirty` may differ.
 SAME = (
     *("torch", "torchvision", "cuda", "nccl", "python"),
     *("backend", "world_size", "local_world_size", "devices"),
 )
 SAME_OF_RANKS = ("device", "cores", "threads")
 OF_A_JOB = ("SLURM_JOB_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES")
-OF_A_PLACE = ("_DIR", "_DIRECTORY")  # such as caches: often a folder of the job's own
-# Variables that change what is measured begin with one of these.
+OF_A_PLACE = ("_DIR", "_DIRECTORY")  # such as caches, which often have a folder per job
+# Prefixes of the variables that can affect a measurement.
 FAMILIES = (
     *("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "TP_", "TORCH", "PYTORCH_", "TRITON_"),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32", "ATEN_CPU_", "DNNL_", "ONEDNN_"),
     *("RCCL_", "HSA_", "HIP_", "MLX5_", "LD_", "PYTHON"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES"),
 )
-DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
-SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "AUTH", "CRED")  # in the name of a variable
-ROUNDS = 10_000  # of PBKDF2: trying out a word list takes that much longer
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of the disk, not of use
+SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "AUTH", "CRED")  # in the names of secret variables
+ROUNDS = 10_000  # PBKDF2 iterations, which slow down a dictionary attack
 NOT_MEASURABLE = "nothing measurable (no interval)"
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # of a time, in seconds
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # units of time, in seconds
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with the ends of its 95 % interval.
+    """A number with its 95 % confidence interval.
 
-    low, high: None for too few samples, or for samples that drift. In a report it is an object with
-    these three entries.
+    low, high: ends of the interval. None if there are too few samples or if they drift. In a report
+    an Estimate is a JSON object with these three entries.
     """
 
     value: float
@@ -62,28 +63,26 @@ class Estimate:
 
     @property
     def relative(self) -> float | None:
-        """How far the interval reaches from the value, over the value; None without interval."""
+        """Distance from the value to the farther end of the interval, as a fraction of the value.
+        None without an interval."""
         if self.low is None or self.high is None:
             return None
         return max(self.high - self.value, self.value - self.low) / max(abs(self.value), 1e-12)
 
     def may_be(self, value: float) -> bool:
-        """Whether the interval holds the value; without an interval any value may be true."""
+        """Whether the interval contains the value. True without an interval."""
         return self.low is None or self.high is None or self.low <= value <= self.high
 
     def above(self, bound: float) -> bool:
-        """Whether the whole interval lies above the bound; False without an interval."""
+        """Whether the whole interval lies above the bound. False without an interval."""
         return self.low is not None and self.low > bound
 
-    def overlaps(self, other: "Estimate") -> bool:
-        """Whether the intervals have a value in common; so may numbers without an interval."""
-        if self.low is None or self.high is None or other.low is None or other.high is None:
-            return True
-        return self.low <= other.high and other.low <= self.high
-
     def __truediv__(self, other: "Estimate | float") -> "Estimate":
-        """This number / a positive one. The interval is made of the ends of both intervals: it
-        holds if both of them do."""
+        """Divide by a positive number.
+
+        The interval of the quotient is the widest one that the ends of both intervals allow, so it
+        contains the true quotient if both intervals contain the true numbers.
+        """
         if not isinstance(other, Estimate):
             other = Estimate(other, other, other)
         value = self.value / other.value
@@ -95,23 +94,26 @@ class Estimate:
         return Estimate(value, min(ends), max(ends))
 
     def __rtruediv__(self, amount: float) -> "Estimate":
-        """A rate: an amount / a positive time."""
+        """A rate: an amount divided by a positive time."""
         return Estimate(amount, amount, amount) / self
 
     def __mul__(self, factor: float) -> "Estimate":
-        """This number times a positive one."""
+        """Multiply by a positive number."""
         if self.low is None or self.high is None:
             return Estimate(self.value * factor)
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def __rsub__(self, whole: float) -> "Estimate":
-        """`1 - overlap`, for instance."""
+        """Subtract from a number, as in `1 - overlap`."""
         if self.low is None or self.high is None:
             return Estimate(whole - self.value)
         return Estimate(whole - self.value, whole - self.high, whole - self.low)
 
     def text(self, unit: str = "", scale: float = 1, digits: int | None = None) -> str:
-        """`1.24 GB/s (1.10 to 1.39)`, times `scale`. digits: after the point."""
+        """The number times `scale`, with its interval: `1.24 GB/s (1.10 to 1.39)`.
+
+        digits: number of decimals. By default the value is shown with three significant digits.
+        """
         digits = digits_of(self.value * scale) if digits is None else digits
         words = [f"{self.value * scale:,.{digits}f}", unit]
         if self.low is None or self.high is None:
@@ -121,8 +123,12 @@ class Estimate:
         return " ".join(word for word in words if word)
 
     def times(self, most: float = math.inf) -> str:
-        """`1.24 times (1.10 to 1.39)`; `up to 2 times (1.70 at least)` where the interval reaches
-        beyond the most that can be. With more digits if it would seem to hold 1 and does not."""
+        """A factor in words: `1.24 times (1.10 to 1.39)`.
+
+        most: upper bound of the factor. If the interval exceeds it, the result is
+        `up to 2 times (1.70 at least)`. More decimals are used if rounding would make an interval
+        that excludes 1 look as if it contained 1.
+        """
         if self.low is None or self.high is None:
             return self.text("times", digits=2)
         if self.high > most:
@@ -135,13 +141,16 @@ class Estimate:
         return self.text("times", digits=digits)
 
     def __str__(self) -> str:
-        """Of seconds: `76.1 ms (70.2 to 80.0)`"""
+        """For a time in seconds: `76.1 ms (70.2 to 80.0)`."""
         unit = unit_of(self.value)
         return self.text(unit, 1 / UNITS[unit])
 
     def beside(self, whole: float) -> str:
-        """`16.2 ms (11.3 to 22.0)`: seconds in the unit and with the digits of a time that stands
-        beside them; `nothing measurable (-1.0 to 2.0 ms)` if they are not certainly above 0."""
+        """A part of a time, with the unit and decimals of the whole: `16.2 ms (11.3 to 22.0)`.
+
+        whole: in seconds, printed next to this part. If the part is not certainly above 0, the
+        result is `nothing measurable (-1.0 to 2.0 ms)`.
+        """
         unit = unit_of(whole)
         digits = digits_of(whole / UNITS[unit])
         if self.low is None or self.high is None:
@@ -154,7 +163,7 @@ class Estimate:
 
 
 def digits_of(value: float) -> int:
-    """Digits after the point, so that three count: 124, 12.4, 1.24, 0.124."""
+    """Number of decimals for three significant digits: 124, 12.4, 1.24, 0.124. At most 5."""
     digits = 0
     while digits < 5 and abs(value) < 10 ** (2 - digits):
         digits += 1
@@ -162,19 +171,19 @@ def digits_of(value: float) -> int:
 
 
 def unit_of(seconds: float) -> str:
-    """The largest unit of which there is at least one."""
+    """The largest unit in which a time is at least 1; microseconds for shorter times."""
     return next((unit for unit, length in UNITS.items() if abs(seconds) >= length), "us")
 
 
 def show_seconds(seconds: float) -> str:
-    """`76.1 ms`"""
+    """Format a time: `76.1 ms`."""
     unit = unit_of(seconds)
     scaled = seconds / UNITS[unit]
     return f"{scaled:.{digits_of(scaled)}f} {unit}"
 
 
 def with_estimates(content: Any) -> Any:
-    """What JSON has of metrics: an object that was an Estimate becomes one again, at any depth."""
+    """Decoded JSON with each Estimate restored from its JSON object, at any depth."""
     if isinstance(content, list):
         return [with_estimates(entry) for entry in content]
     if not isinstance(content, dict):
@@ -186,22 +195,22 @@ def with_estimates(content: Any) -> Any:
 
 @dataclass(kw_only=True)
 class Case:
-    """One case."""
+    """One case of a benchmark: its key, its samples and its metrics."""
 
-    key: dict[str, Any]  # flat, JSON; the same key in two reports is the same case
-    name: str = ""  # of its row; no two cases of a table share one
-    table: str = ""  # the title of its table
+    key: dict[str, Any]  # flat, JSON; equal keys in two reports identify the same case
+    name: str = ""  # of its row, unique within a table
+    table: str = ""  # title of its table
     ranks: list[int]
-    # The seconds of "step", which the case is about, and of each part: [ranks][iterations].
+    # Seconds of "step", which is what the case measures, and of each part: [ranks][iterations].
     samples_s: dict[str, list[list[float]]] = field(default_factory=dict)
-    rounds: list[int] = field(default_factory=list)  # iterations of each round, for every step
+    rounds: list[int] = field(default_factory=list)  # iterations per round, for every step
     stop: str = ""  # the rule that ended the timing
     metrics: dict[str, Any] = field(default_factory=dict)
-    check: str = "passed"  # or `failed: why`; `skipped: why` if it was measured, but not checked
-    aligned: bool = True  # False: the ranks did not wait for each other within an iteration
-    bounded: bool = False  # True: too many samples; samples_s has those of the slowest rank alone
-    # Not written: which part of the report has the case, counted by its lines `resumed_at`. None
-    # for a row that is no case of a report.
+    check: str = "passed"  # or `failed: why`, or `skipped: why` if it was measured but not checked
+    aligned: bool = True  # False if the ranks do not wait for each other within an iteration
+    bounded: bool = False  # True if samples_s was reduced to the samples of the slowest rank
+    # Not written. Index of the part of the report that contains the case; each resumption of a run
+    # starts a new part. None if the case does not come from a report.
     part: int | None = None
 
     @property
@@ -211,121 +220,96 @@ class Case:
 
 @dataclass
 class Report:
-    """One run."""
+    """One run of a benchmark, and the file that it is written to."""
 
     benchmark: str
     environment: dict[str, Any]
-    path: str | None = None  # `-` for stdout: then `files` has it from the start
+    path: str | None = None  # `-` for stdout, which `files` then contains from the start
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     started_at: str = field(default_factory=lambda: now())
     schema: str = SCHEMA
-    status: str = "interrupted"  # while the last line is missing; then complete or failed
+    status: str = "interrupted"  # until the last line is written: then complete or failed
     finished_at: str | None = None
     end: dict[str, Any] = field(default_factory=dict)  # the other entries of the last line
     cases: list[Case] = field(default_factory=list)
-    # The lines before the cases of each later part: resumed_at, hosts, argv, cases_before
+    # The line that starts each later part: resumed_at, hosts, argv, cases_before
     resumed: list[dict[str, Any]] = field(default_factory=list)
-    part: int = 0  # the number of the part that is being written
-    taken_over: "Report | None" = None  # the report as it was before this run resumed it
-    remarks: list[str] = field(default_factory=list)  # what a user must know of a resumed report
-    files: list[IO[bytes]] = field(default_factory=list)  # the last one is written
-    size: int = 0  # of the file after the last line that was written, in bytes
+    part: int = 0  # index of the part that is being written
+    previous: "Report | None" = None  # the report as it was before this run resumed it
+    remarks: list[str] = field(default_factory=list)  # where the cases of earlier parts come from
+    files: list[IO[bytes]] = field(default_factory=list)  # open files; the last one is written to
 
     def start(self, resume: bool = False) -> str | None:
-        """Write the first line, or go on with the report that exists already.
+        """Write the first line, or resume the report at `path`.
 
-        The run goes on with it if `resume` is set. Otherwise it is moved to PATH.bak, PATH.bak.1,
-        ..., and the new name is returned. Raises ValueError if the file is no report or a damaged
-        one, if another run is writing it, or if it must be resumed but is about another benchmark
-        or environment. Raises OSError if it cannot be written.
+        Without `resume`, an existing report is moved to PATH.bak, PATH.bak.1, ..., and its new path
+        is returned. Raises ValueError if the file is not a report, if another run is writing it, or
+        if a report to resume belongs to another benchmark or environment. Raises OSError if the
+        file cannot be written; an existing report is then left in place.
         """
         if not self.path:
             return None
+        path, backup = os.path.realpath(self.path), None  # a symbolic link stays a link
         if self.path != "-":
             self.files.append(open_alone(self.path))
-            path = os.path.realpath(self.path)  # a link stays a link
             if os.path.getsize(path):
                 try:
                     old = load(self.path)
                 except ValueError as error:
-                    raise ValueError(f"it would replace what is there: {error}") from None
+                    raise ValueError(f"will not overwrite the file: {error}") from None
                 if resume:
-                    self.take_over(old)
+                    self.resume_from(old)
                     return None
-                return self.replace(path)
-        self.append_header()
-        return None
-
-    def replace(self, path: str) -> str:
-        """Move the report that is there. Its new name; its old one where this one cannot begin."""
-        backup = unused(f"{path}.bak")
-        os.rename(path, backup)
+                backup = unused(f"{path}.bak")
+                os.rename(path, backup)
         try:
-            self.files.append(open_alone(path))
-            self.append_header()
+            if backup:
+                self.files.append(open_alone(path))
+            header = {name: getattr(self, name) for name in HEADER}
+            self.append(header, "nothing was measured, and an existing report is unchanged")
         except OSError:
-            os.replace(backup, path)
+            if backup:
+                os.replace(backup, path)
+            elif self.path != "-":
+                self.files[-1].truncate(0)
             raise
         return backup
 
-    def append_header(self) -> None:
-        """Where there is no room for the first line, the file stays empty."""
-        try:
-            header = {name: getattr(self, name) for name in HEADER}
-            self.append(header, "nothing was measured, and what was there stays")
-        except OSError:
-            if self.path != "-":
-                self.files[-1].truncate(0)
-            raise
+    def resume_from(self, old: "Report") -> None:
+        """Resume a report of the same benchmark in the same environment.
 
-    def take_over(self, old: "Report") -> None:
-        """Go on with an older report of the same benchmark in the same environment.
-
-        A line with the time, the hosts and the arguments is written before the first new case.
+        A line with the time, the hosts and the arguments precedes the first new case. `remarks`
+        gets a line per earlier part. Raises ValueError if the runs do not belong together.
         """
-        if damage := next(filter(None, map(damage_of, old.cases)), None):
-            raise ValueError(f"{self.path} is damaged: {damage}; give another path")
-        try:
-            before = {"benchmark": old.benchmark} | identity(old.environment)
-        except (AttributeError, LookupError, TypeError) as error:
-            what = f"{self.path} is damaged: its first line has no valid environment"
-            raise ValueError(f"{what} ({error}); give another path") from None
+        before = {"benchmark": old.benchmark} | identity(old.environment)
         differing = differences(before, {"benchmark": self.benchmark} | identity(self.environment))
         if differing:
             raise ValueError(
-                f"{self.path} has {differing}: numbers that do not belong together; "
-                "give another path"
+                f"{self.path} has {differing}: the results are not comparable; give another path"
             )
         self.cases, self.resumed = old.cases, old.resumed
-        self.part, self.taken_over = len(old.resumed) + 1, old
+        self.part, self.previous = len(old.resumed) + 1, old
         content = Path(self.path or "").read_bytes()
-        self.files[-1].truncate(content.rfind(b"\n") + 1)  # without what `load` left out
-        hosts = self.environment.get("hosts")
+        self.files[-1].truncate(content.rfind(b"\n") + 1)  # drop a line that a crash cut short
         for part in range(self.part):
-            count = sum(case.part == part for case in old.cases)
-            if not count:
-                continue
-            noun = "case was" if count == 1 else "cases were"
-            argv, hosts_then = old.part_entry(part, "argv"), old.part_entry(part, "hosts")
-            told = f"{count} {noun} measured earlier, {old.when_and_where(part)}"
-            if hosts_then != hosts:
-                told += f", not on {shown(hosts)}"
-            if arguments_of(argv) != arguments_of(self.argv):
-                told += f", by {shown(shlex.join(map(str, argv or ())))}"
-            self.remarks.append(told)
+            if count := sum(case.part == part for case in old.cases):
+                command = shlex.join(map(str, old.part_entry(part, "argv") or ()))
+                cases = "1 case was" if count == 1 else f"{count} cases were"
+                where = old.when_and_where(part)
+                self.remarks.append(f"{cases} measured earlier, {where}, by {shown(command)}")
 
     def part_entry(self, part: int, name: str) -> Any:
-        """What the first line of a part says: its hosts, its argv, or when it began (`at`)."""
+        """An entry of the line that starts a part: its `hosts`, its `argv`, or its start (`at`)."""
         if part:
             line = self.resumed[part - 1]
             return line.get("resumed_at" if name == "at" else name)
-        first = self.taken_over or self
+        first = self.previous or self
         if name == "hosts":
             return first.environment.get("hosts")
         return first.started_at if name == "at" else getattr(first, name)
 
     def when_and_where(self, part: int | None) -> str:
-        """`2026-11-28 03:12 UTC on node1`: when a part of the report began, and its hosts."""
+        """The start and the hosts of a part: `2026-11-28 03:12 UTC on node1`."""
         part = part or 0
         hosts = [str(host) for host in self.part_entry(part, "hosts") or ()]
         more = f" and {len(hosts) - 2:,} more" if len(hosts) > 2 else ""
@@ -337,70 +321,55 @@ class Report:
         return case.part is not None and case.part < self.part
 
     def add(self, case: Case) -> None:
-        """Append a case. A later one of the same key replaces an earlier one."""
+        """Append a case. It replaces an earlier case with the same key. Raises OSError."""
         if len(self.resumed) < self.part:  # the first case of this part
             line = {"resumed_at": now(), "hosts": self.environment.get("hosts"), "argv": self.argv}
             line["cases_before"] = len(self.cases)
             self.resumed.append(line)
-            self.append(line, "it holds the cases of before")
+            self.append(line, "the earlier cases are intact")
         case.part = self.part
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
-        line = dict(vars(case))  # not asdict: it would copy each of the samples
+        line = dict(vars(case))  # not asdict, which would copy every sample
         del line["part"]
-        if case.aligned:  # nearly always
+        if case.aligned:  # the usual case
             del line["aligned"]
         if not case.bounded:
             del line["bounded"]
-        self.append(line, "it holds the cases before this one")
+        self.append(line, "the cases before this one are intact")
 
     def finish(self, status: str, **end: Any) -> None:
+        """Append the last line. Raises OSError."""
         self.status, self.finished_at = status, now()
         line = {"status": status, "finished_at": self.finished_at, **end}
-        self.append(line, "every case is in it")
-
-    def lost(self) -> str | None:
-        """Why the file at `path` is not what this run has written; None if it is.
-
-        Another program may remove, replace or shorten it meanwhile. Editors and rsync replace it.
-        """
-        if self.path in (None, "-") or not self.files:
-            return None
-        written = os.fstat(self.files[-1].fileno())
-        try:
-            found = os.stat(str(self.path))
-        except OSError as error:
-            return f"{error.strerror}: it was removed while this run was writing it"
-        if not os.path.samestat(found, written):
-            return "another file replaced it while this run was writing it"
-        if found.st_size < self.size:
-            return "another program has shortened it while this run was writing it"
-        return None
+        self.append(line, "all cases are intact")
 
     def find(self, key: dict[str, Any]) -> Case | None:
-        """The case of this key, unless it failed."""
+        """The case with this key, unless it failed."""
         return next((c for c in self.cases if c.key == key and not c.failed), None)
 
     def append(self, line: dict[str, Any], left: str) -> None:
-        """Write a line until it is on the disk. Raises OSError, e.g. on a full disk; readers skip a
-        line cut short. left: what the report holds then, as words for the error."""
+        """Write a line and sync it to disk.
+
+        left: the state of the report without this line, as words for the error message. Raises
+        OSError, e.g. if the disk is full. Readers skip a line that was cut short.
+        """
         if not self.path:
             return
         file = self.files[-1]
         content = json.dumps(line, allow_nan=False, default=vars).encode() + b"\n"
         try:
             while content:
-                content = content[file.write(content) :]  # a disk that is full takes a part
+                content = content[file.write(content) :]  # a full disk may accept only a part
             if self.path == "-":
                 file.flush()
             else:
                 os.fsync(file.fileno())
-                self.size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}; {left}", self.path) from None
 
 
 def identity(environment: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same for numbers to belong together, by its name in a message."""
+    """The entries that must be equal for two runs to be comparable: name in messages -> value."""
     same = {name: environment.get(name) for name in SAME}
     for row in environment.get("ranks") or ():
         for name in SAME_OF_RANKS:
@@ -416,14 +385,8 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
     return same
 
 
-def arguments_of(argv: Any) -> list[str]:
-    """The arguments of a command line, without those that every resumed run may change."""
-    words = [str(word) for word in argv or ()][1:]
-    return [word for word in words if word != "--resume"]
-
-
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """`torch 2.14, this run 2.15; ...`; "" where all is the same. The first three are named."""
+    """The first three differences: `torch 2.14, this run 2.15; ...`; "" if there are none."""
     names = [name for name in before | now if before.get(name) != now.get(name)]
     parts = [f"{n} {shown(before.get(n))}, this run {shown(now.get(n))}" for n in names[:3]]
     if len(names) > 3:
@@ -431,60 +394,19 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def damage_of(case: Case) -> str | None:
-    """What is wrong with a case of a report that is to be resumed; None if nothing is.
-
-    Rows and answers are made of its numbers. Only an edited file has such damage: what a crash
-    leaves is not a whole line.
-    """
-
-    def is_number(value: Any) -> bool:
-        try:
-            return isinstance(value, (int, float)) and math.isfinite(value)
-        except OverflowError:  # an integer of hundreds of digits
-            return False
-
-    def is_valid(metric: Any) -> bool:
-        if isinstance(metric, Estimate):
-            ends = [end for end in (metric.low, metric.high) if end is not None]
-            return all(map(is_number, [metric.value, *ends]))
-        if isinstance(metric, (list, dict)):
-            return all(map(is_valid, metric.values() if isinstance(metric, dict) else metric))
-        return metric is None or isinstance(metric, str) or is_number(metric)
-
-    kinds = {"key": dict, "ranks": list, "metrics": dict, "samples_s": dict, "check": str}
-    for name, kind in {**kinds, "name": str, "rounds": list}.items():
-        if not isinstance(getattr(case, name), kind):
-            return f"'{name}' of a case is {shown(getattr(case, name))[:60]}"
-    named = f"case {shown(case.name)[:60]!r}"
-    for name, metric in case.metrics.items():
-        if not is_valid(metric):
-            return f"metric '{shown(name)[:60]}' of {named} is {metric!r:.60}"
-    if not all(map(is_number, case.ranks)):
-        return f"'ranks' of {named} are {shown(case.ranks)[:60]}"
-    for name, rows in case.samples_s.items():
-        try:
-            sound = all(is_number(value) for row in rows for value in row)
-        except TypeError:
-            sound = False
-        if not sound:
-            return f"a sample of '{shown(name)[:60]}' of {named} is no number"
-    return None
-
-
 def shown(value: Any) -> str:
-    """A value of the environment in a message."""
+    """A value of the environment as printable text of at most 300 characters, for a message."""
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     text = "unset" if value is None else str(value)[:300]
-    return text if text.isprintable() else ascii(text)  # a report may hold a terminal's codes
+    return text if text.isprintable() else ascii(text)  # a report may contain terminal codes
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with a short hash instead of the value where the name is that of a secret.
+    """The variables, with the values of secrets replaced by a short hash.
 
-    Equal values have equal hashes, so that runs can be compared. A hash has 24 bits, far too few to
-    recover a random secret.
+    Variables whose names contain one of SECRETS count as secrets. Equal values have equal hashes,
+    so runs can still be compared. A hash has 24 bits, far too few to recover a random secret.
     """
     public = {}
     for name, value in variables.items():
@@ -497,16 +419,19 @@ def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def open_alone(path: str) -> IO[bytes]:
-    """Open a file to append to, locked against other runs. The lock ends with the process."""
+    """Open a file for appending and lock it against other runs. The lock ends with the process.
+
+    Raises ValueError if the file is locked or not a regular file, OSError if it cannot be opened.
+    """
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is no regular file; expected a path such as report.jsonl")
-    # without a buffer, which would be written later, at the process's end
-    file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open, for the lock)
+        raise ValueError(f"{path} is not a regular file; expected a path such as report.jsonl")
+    # unbuffered, so that nothing is left to be written when the process exits
+    file = open(path, "ab", buffering=0)  # noqa: SIM115 (stays open to keep the lock)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another run is writing {path}; give another path") from None
-    except OSError:  # a file system without locks
+    except OSError:  # the file system does not support locks
         pass
     return file
 
@@ -526,11 +451,13 @@ def load(
     parse: Callable[[str], Any] = json.loads,
     lines: Iterable[bytes] | None = None,
 ) -> Report:
-    """The report at `path`. If it is no report, a ValueError names the file and the line.
+    """Read the report at `path`. A later case replaces an earlier one with the same key.
 
-    A line without its end does not count: a crash has cut it short. each: is called with every case
-    as soon as it is read, e.g. to drop samples of which only a median is needed. lines: the lines
-    of a file that is open already. A later case replaces an earlier one with the same key.
+    each: called with every case as soon as it is read, e.g. to drop samples that are not needed.
+    parse: decodes a line. lines: the lines of the report, if the file is already open.
+
+    Raises ValueError with the file and the line if the file is not a report. A last line without a
+    newline is ignored, because a crash cut it short.
     """
     report: Report | None = None
     cases: dict[str, Case] = {}  # by key, as text
@@ -545,9 +472,12 @@ def load(
                     continue
                 content = parse(line.decode())
                 if report is None:
-                    report = read_header(content, path)
+                    if (schema := content.get("schema")) != SCHEMA:
+                        raise ValueError(f"expected schema {SCHEMA}, got {shown(schema)[:60]}")
+                    header = {name: content[name] for name in HEADER if name in content}
+                    report = Report(**header, path=path)
                 elif "schema" in content:
-                    raise ValueError("another report begins here; each needs a file of its own")
+                    raise ValueError("another report starts here; each report needs its own file")
                 elif "status" in content:
                     report.status = content.pop("status")
                     report.finished_at = content.pop("finished_at", None)
@@ -566,31 +496,24 @@ def load(
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}:{number} is no line of a report: {error}") from None
+        raise ValueError(f"{path}:{number} is not a line of a report: {error}") from None
     if report is None:
-        what = "is empty or cut short; a report is what a script writes with --json PATH"
+        what = "is empty or cut short; expected a report written by a script with --json PATH"
         raise ValueError(f"{path} {what}")
     report.cases = list(cases.values())
     return report
 
 
-def read_header(content: dict[str, Any], path: str) -> Report:
-    """The first line: the run, without its cases."""
-    schema = content.get("schema")
-    if schema != SCHEMA:
-        raise ValueError(f"its schema is {shown(schema)[:60]}; this version reads {SCHEMA}")
-    return Report(**{name: content[name] for name in HEADER if name in content}, path=path)
-
-
-def not_json(what: str, values: dict[str, Any]) -> str | None:
-    """A line about the first value that JSON cannot hold, or None. what: `key` or `metric`."""
-    for name, value in values.items():
+def not_json(metrics: dict[str, Any]) -> str | None:
+    """A message about the first metric that JSON cannot represent; None if there is none."""
+    for name, value in metrics.items():
         try:
             json.dumps(value, allow_nan=False, default=vars)
         except (TypeError, ValueError):
-            return f"{what} '{name}' is not JSON: {str(value)[:60]!r}"
+            return f"metric '{name}' cannot be written as JSON: {str(value)[:60]!r}"
     return None
 
 
 def now() -> str:
+    """The current time in UTC, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")

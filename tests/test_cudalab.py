@@ -220,7 +220,7 @@ ROWS = [
         "clocks_event_reasons.active=0x0000000000000020")),
     Row("gpus without counters", 2, f"{DDP} {SHORT}", says=("no throttle counters",),
         variables=smi(";".join(f"{name}=[N/A]" for name in COUNTERS))),
-    Row("gpus in use", 2, f"{DDP} {SHORT}", says=("already held 4.0 GiB of GPU 1",),
+    Row("gpus in use", 2, f"{DDP} {SHORT}", says=("already using 4.0 GiB of GPU 1",),
         variables=smi("1:memory.used=4096 MiB")),
     # faults: the case is a row with its reason, and the next case is measured
     Row("fault step", 2, f"{INJECT} step-raises {DDP} {TWELVE} --comm-hook none,fp16 "
@@ -245,7 +245,7 @@ ROWS = [
         f"--collective all_reduce -b 64 -e 64K -f 32 -n 4 {TWELVE} --timeout 15", (1, 3),
         (NAMED, "rank 1", r"last collective nccl\w*:all_reduce")),
     Row("fault assert", 1, f"{INJECT} device-assert {DDP} {TWELVE}", (1,),
-        ("this process cannot use its GPU any more",), ci=True),
+        ("this process can no longer use its GPU",), ci=True),
     Row("fault memory", 1, f"{B}/ddp_sweep.py --models resnet18,tests.own_models:gpt "
         f"--no-breakdown --image-size 64 {SHORT}", (1,), failed="OutOfMemoryError",
         variables=MEMORY, ci=True),
@@ -255,9 +255,9 @@ ROWS = [
         (1,), failed="OutOfMemoryError", variables={"CUDALAB_MEMORY_GIB": "0.9"}),
     Row("fault own model", 2, f"{B}/ddp_sweep.py --model tests.own_models:too_large,"
         f"tests.own_models:gpt --world-sizes 2 --no-breakdown {SHORT}", (1,),
-        failed="OutOfMemoryError: GPU", **GLOO),
+        failed="OutOfMemoryError: CUDA out of memory", **GLOO),
     # refusals: one line, status 2
-    Row("refused shared GPU", 2, P2P, (1, 2), ("NCCL wants one for each rank",),
+    Row("refused shared GPU", 2, P2P, (1, 2), ("NCCL requires one GPU per rank",),
         variables={"CUDALAB_DEVICES": "1"}),
     Row("refused no GPU", 2, f"{P2P} --device cuda", (1, 2), ("--device cuda",),
         variables={"CUDALAB_DEVICES": "0"}),
@@ -306,7 +306,7 @@ def test_a_gpu_that_another_process_uses(bench: Callable[..., Run], lab: dict[st
     run = bench("benchmarks/collectives.py", *flags, cold=True, **variables)
     assert run.status == 0, run.err
     (host,) = run.report.environment["hosts"]
-    held = "other processes already held 20.0 GiB of GPU 1"
+    held = "other processes were already using 20.0 GiB of GPU 1"
     assert f"# warning: {host}: {held}\n" in run.out
     limit = "power limit of GPU 1 500.00 W (700.00 W elsewhere)"
     assert f"# warning: {host} differs: {limit}\n" in run.out

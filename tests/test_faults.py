@@ -83,7 +83,7 @@ def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
     [
         ((*SHORT[:-1], "4"), None, 2, "--world-sizes 4 exceeds the 2 ranks of this job", 0),
         (SHORT, "drifting-replica", 1, "the parameters of rank 1 differ from rank", 2),
-        (SHORT, "full-disk", 1, "too large; it holds the cases before this one", 1),
+        (SHORT, "full-disk", 1, "too large; the cases before this one are intact", 1),
         (SHORT, "reader-gone", 1, "error: stdout: Broken pipe; ", 0),
         (IMPATIENT, "never-arrives", 3, "HANG: no sign of rank 1 in 5 s", 0),
         (IMPATIENT, "stuck-in-build", 3, "for 5 s; rank 1 .* set up: did not arrive", 1),
@@ -126,7 +126,7 @@ def test_a_report_that_is_removed_during_the_run(bench: Callable[..., Any]) -> N
     run = bench(SCRIPT, *ALONE, ranks=0, inject="report-removed")
     assert run.status == 1
     assert not run.path.exists()
-    assert f"error: --json {run.path}: No such file or directory: it was removed wh" in run.err
+    assert f"error: --json {run.path}: the report was removed during the run" in run.err
     assert "# report " not in run.out
 
 

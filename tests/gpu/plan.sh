@@ -185,11 +185,11 @@ second_part() {
         --backends eager,cudagraphs --iters 12
     task toy 120 passes ranks 1 $b/compile_sweep.py --models toy-small --strategies none,ddp \
         --backends eager --iters 12
-    cuda_task assert 60 'cannot use its GPU any more' ranks 1 tests/inject.py device-assert \
+    cuda_task assert 60 'can no longer use its GPU' ranks 1 tests/inject.py device-assert \
         $b/ddp_sweep.py "${small[@]}"
     task stops 90 'does not answer' ranks 2 tests/inject.py stops $b/ddp_sweep.py "${small[@]}" \
         --backend gloo --timeout 20 --world-sizes 2
-    cuda_task refused 60 'NCCL wants one for each rank' ranks 2 $b/p2p_matrix.py
+    cuda_task refused 60 'NCCL requires one GPU per rank' ranks 2 $b/p2p_matrix.py
     cuda_task p2p_gloo 60 passes ranks 2 $b/p2p_matrix.py --backend gloo --size 1M
     for example in ddp_exposed allreduce_busbw who_is_slow tp_exposed pp_bubble dcp_stall \
         input_wait fsdp_exposed compiled_ddp ddp_rpc parameter_server batch_update_ps; do

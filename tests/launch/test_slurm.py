@@ -180,7 +180,7 @@ FAULTS: dict[str, tuple[Callable[[Lab], object], str]] = {  # what happens, and 
     "link cut": (lambda lab: lab.link_down(2), SILENT),
     "dropped packets": (lambda lab: lab.drop(2, 1), SILENT),
     "scancel": (lambda lab: lab.run(0, "scancel", "-n", "torchrun-bench"), r"SIGTERM: \d+ cases?"),
-    "full disk": (fill_disk, r"\.jsonl: No space left on device; it holds the cases before"),
+    "full disk": (fill_disk, r"\.jsonl: No space left on device; the cases before this one"),
 }
 FAST = [("killed rank", TORCHRUN), ("power cut", SRUN), ("dropped packets", SRUN)]
 ALL = [(name, wrapper) for name in FAULTS for wrapper in (TORCHRUN, SRUN)]

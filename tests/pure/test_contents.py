@@ -13,9 +13,9 @@ from tests.process import ROOT
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a script, models and local modules."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "train.py", "import torch, helper\nfrom shapes import wide as w\n")
+    write(tmp_path, "train.py", "import torch, helper\nfrom shapes import (\n    wide as w,\n)\n")
     write(tmp_path, "helper.py", "import json\nif True: import deep.below.leaf as leaf, absent\n")
-    write(tmp_path, "shapes/wide.py", "from . import narrow\nfrom .other import x\n")
+    write(tmp_path, "shapes/wide.py", "from . import \\\n    narrow\nfrom .other import x\n")
     write(tmp_path, "shapes/narrow.py", "this is no Python")
     write(tmp_path, "shapes/other.py", "x = 1\n")
     write(tmp_path, "deep/__init__.py", "")

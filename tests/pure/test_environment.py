@@ -34,7 +34,7 @@ def test_jobs_that_must_not_be_measured() -> None:
     shared["ranks"] = [rank(0), rank(1, uuid="G0")]
     for backend in ("nccl", "nccl2", "cpu:gloo,cuda:nccl"):
         told = problem(shared | {"backend": backend}) or ""
-        assert told.startswith("ranks 0 and 1 share a GPU on a; NCCL wants one")
+        assert told.startswith("ranks 0 and 1 share a GPU on a; NCCL requires one")
     assert problem(shared, tested=range(1)) is None  # rank 1 is a server
     assert problem(shared | {"backend": "gloo"}) is None
     assert problem(shared | {"ranks": [rank(0), rank(1, uuid="G0", host="b")]}) is None
@@ -84,22 +84,20 @@ def test_variables_of_some_ranks() -> None:
     other = {"NCCL_DEBUG": "INFO\33[2J", "FI_PROVIDER": "efa"}
     of_ranks = [other, usual, usual, usual, ring, ring, ring]
     hosts = ["a", "a", "a", "a", "b", "b", "c"]
-    hashes = [environment.hash_of(variables) for variables in of_ranks]
-    assert environment.speakers_of(hashes[1:4]) == []
-    assert environment.speakers_of(hashes[:2]) == [0, 1]  # of two ranks the first is the reference
-    speakers = environment.speakers_of(hashes)
-    assert speakers == [1, 4, 0]
-    values = {rank: of_ranks[rank] for rank in speakers}
-    sets = environment.other_variables(hashes, values)
+    assert environment.other_variables(of_ranks[1:4]) == ((0, usual), [])
+    (first, _), _ = environment.other_variables(of_ranks[:2])
+    assert first == 0  # of two different ranks, the first is the reference
+    most, sets = environment.other_variables(of_ranks)
+    assert most == (1, usual)
     assert sets == [
         {"ranks": [4, 5, 6], "variables": {"NCCL_ALGO": "Ring"}},
         {"ranks": [0], "variables": {"FI_PROVIDER": "efa", "NCCL_DEBUG": "INFO\33[2J"}},
     ]
-    assert environment.variable_lines(sets, values, hosts) == [
-        "NCCL_ALGO of ranks 4, 5 is not that of rank 1: on b NCCL_ALGO Ring (rank 1: unset)",
-        "NCCL_ALGO of rank 6 is not that of rank 1: on c NCCL_ALGO Ring (rank 1: unset)",
-        "FI_PROVIDER and NCCL_DEBUG of rank 0 are not those of rank 1: on a FI_PROVIDER efa "
-        "(rank 1: unset), NCCL_DEBUG 'INFO\\x1b[2J' (rank 1: WARN)",
+    assert environment.variable_lines(most, sets, hosts) == [
+        "variables of rank 4, 5 on b differ: NCCL_ALGO Ring (rank 1: unset)",
+        "variables of rank 6 on c differ: NCCL_ALGO Ring (rank 1: unset)",
+        "variables of rank 0 on a differ: FI_PROVIDER efa (rank 1: unset), "
+        "NCCL_DEBUG 'INFO\\x1b[2J' (rank 1: WARN)",
     ]
 
 
@@ -112,9 +110,9 @@ def test_warnings_in_the_first_lines() -> None:
     found["gpus"] = [[gpu, gpu | {"index": "1", "uuid": "GPU-G1"}]]  # no rank uses the second GPU
     assert environment.warnings_of(found) == [
         "b is small",
-        "other processes used 1.5 of 8 cores of a: times will scatter",
-        "ranks 0 and 1 share a GPU on a: their times include each other's turns",
-        "a: other processes already held 20.0 GiB of GPU 0",
+        "other processes used 1.5 of 8 cores of a: times will be noisy",
+        "ranks 0 and 1 share a GPU on a: each one's times include the other's work",
+        "a: other processes were already using 20.0 GiB of GPU 0",
     ]
     for text in ("1024 MiB", "", "[N/A]"):  # memory of the driver itself, or unknown
         gpu["memory.used"] = text

@@ -22,7 +22,6 @@ def test_without_an_interval_nothing_is_certain() -> None:
     number = Estimate(2)
     assert number.relative is None
     assert number.may_be(100)
-    assert number.overlaps(Estimate(9, 8, 10))
     assert not number.above(1)
     assert number.times(most=1) == "2.00 times (no interval)"
 
@@ -32,8 +31,6 @@ def test_values_within_the_interval() -> None:
     assert number.relative == 1
     assert number.may_be(1)
     assert not number.may_be(0.99)
-    assert number.overlaps(Estimate(5, 4, 6))
-    assert not number.overlaps(Estimate(5, 4.1, 6))
     assert number.above(0.9)
     assert not number.above(1)
 

@@ -110,7 +110,7 @@ def test_nodes_with_gpus_in_use_are_not_fit() -> None:
         gpu["memory.used"] = f"{20480 * node} MiB"
         environment["gpus"].append([gpu])
         environment["ranks"].append({"host": f"n{node}", "local_rank": 0, "uuid": f"G{node}"})
-    held = "other processes already held 20.0 GiB of GPU 0"
+    held = "other processes were already using 20.0 GiB of GPU 0"
     assert unfit(environment, None) == {1: f"it has 1 of 2 GPUs; {held}"}
     assert unfit(environment, 1) == {1: held}
 

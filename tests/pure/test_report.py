@@ -62,62 +62,6 @@ def test_older_reports_are_never_erased(path: Path, tmp_path: Path) -> None:
     assert not load(str(path)).cases
 
 
-def test_a_report_that_another_program_changes_is_noticed(path: Path, tmp_path: Path) -> None:
-    report = report_at(path, 2)
-    assert report.lost() is None
-    content = path.read_bytes()
-    with path.open("r+b") as file:
-        file.truncate(len(content) - 1)
-    assert report.lost() == "another program has shortened it while this run was writing it"
-    path.write_bytes(content)
-    assert report.lost() is None
-    (tmp_path / "saved by an editor").write_bytes(content)
-    (tmp_path / "saved by an editor").rename(path)
-    assert report.lost() == "another file replaced it while this run was writing it"
-    path.unlink()
-    gone = "No such file or directory: it was removed while this run was writing it"
-    assert report.lost() == gone
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"metrics": {"step_s": {"value": None, "low": None, "high": None}}}, "metric 'step_s' of"),
-        ({"metrics": {"step_s": {"value": 10**400, "low": 1, "high": 2}}}, "metric 'step_s' of"),
-        ({"metrics": {"step_s": {"value": "1", "low": 1, "high": 2}}}, "metric 'step_s' of case"),
-        ({"metrics": {"trainers": [{"epoch_s": float("nan")}]}}, "metric 'trainers' of case 'n 1'"),
-        ({"metrics": []}, "'metrics' of a case is "),
-        ({"samples_s": {"step": [[0.1, None]]}}, "a sample of 'step' of case 'n 1' is no number"),
-        ({"samples_s": {"step": 0.1}}, "a sample of 'step' of case 'n 1' is no number"),
-        ({"ranks": ["0"]}, "'ranks' of case 'n 1' are 0"),
-        ({"check": None}, "'check' of a case is unset"),
-    ],
-)
-def test_a_damaged_case_is_not_resumed(path: Path, change: dict[str, Any], words: str) -> None:
-    """The second case is damaged. The file is not changed when it is refused."""
-    report_at(path, 1)
-    good = {"key": {"n": 1}, "name": "n 1", "ranks": [0], "check": "passed"}
-    good |= {"metrics": {"step_s": {"value": 0.1, "low": None, "high": None}, "note": None}}
-    with path.open("a") as file:
-        file.write(json.dumps(good) + "\n")
-    begin(path).start(resume=True)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:-1], json.dumps(good | change) + "\n"]))
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: {words}")):
-        begin(path).start(resume=True)
-    assert path.read_bytes() == before
-
-
-def test_a_damaged_environment_is_not_resumed(path: Path) -> None:
-    report_at(path, 1)
-    header, *cases = path.read_text().splitlines()
-    changed = json.dumps(json.loads(header) | {"environment": ["torch"]})
-    path.write_text("\n".join([changed, *cases, ""]))
-    with pytest.raises(ValueError, match="its first line has no valid environment"):
-        begin(path).start(resume=True)
-
-
 def test_two_runs_cannot_write_one_report(path: Path, tmp_path: Path) -> None:
     first = report_at(path, 1)
     (tmp_path / "link").symlink_to(path)
@@ -133,7 +77,7 @@ def test_two_runs_cannot_write_one_report(path: Path, tmp_path: Path) -> None:
 def test_only_regular_files(path: Path) -> None:
     os.mkfifo(path)
     for name in (path, path.parent, Path("/dev/null")):
-        with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        with pytest.raises(ValueError, match=f"{name} is not a regular file"):
             begin(name).start()
 
 
@@ -157,7 +101,7 @@ def test_a_read_only_report_is_noticed_at_the_start() -> None:
 def test_other_files_are_not_overwritten(path: Path, text: str) -> None:
     path.write_text(text)
     for resume in (False, True):
-        with pytest.raises(ValueError, match="it would replace what is there"):
+        with pytest.raises(ValueError, match="will not overwrite the file"):
             begin(path).start(resume)
     assert path.read_text() == text
 
@@ -190,7 +134,11 @@ def test_resume_keeps_cases_and_cuts_an_incomplete_line(path: Path, tail: bytes)
             {"other_variables": [{"ranks": [1, 2], "variables": {"FI_X": "1"}}]},
             "has FI_X (rank 1) unset, this run 1",
         ),
-        ("x", {"torch": "2", "nccl": "3", "python": "4"}, "; and 1 more: numbers that do not"),
+        (
+            "x",
+            {"torch": "2", "nccl": "3", "python": "4"},
+            "; and 1 more: the results are not comparable",
+        ),
     ],
 )
 def test_resume_refuses_another_run(
@@ -226,9 +174,8 @@ def test_a_requeued_job_continues_on_other_hosts(path: Path) -> None:
     told = [(line["hosts"], line["cases_before"]) for line in load(str(path)).resumed]
     assert told == [(["node2"], 2), (["node2"], 3), (["node3"], 3)]
     first, second = resumed.remarks
-    assert first.startswith("2 cases were measured earlier, 20")
-    assert first.endswith(" UTC on node1, not on node3")
-    assert second.endswith(" UTC on node2, not on node3")
+    assert re.fullmatch("2 cases were measured earlier, 20.* UTC on node1, by .*", first)
+    assert re.fullmatch("1 case was measured earlier, 20.* UTC on node2, by .*", second)
 
 
 def test_each_case_belongs_to_a_part_of_a_resumed_report(path: Path) -> None:
@@ -244,7 +191,7 @@ def test_each_case_belongs_to_a_part_of_a_resumed_report(path: Path) -> None:
     resumed.argv = ["x.py", "--iters", "50", "--json", "r.jsonl", "--resume"]
     resumed.start(resume=True)
     assert resumed.remarks == [
-        "1 case was measured earlier, 2026-11-28 03:12 UTC on node1, not on node2, node3, node4, "
+        "1 case was measured earlier, 2026-11-28 03:12 UTC on node1, "
         "by x.py --iters 3 --json r.jsonl"
     ]
     resumed.add(Case(key={"n": 1}, ranks=[0]))
@@ -274,7 +221,7 @@ def test_a_disk_that_is_full_at_the_first_line(path: Path) -> None:
         content = path.read_bytes() if cases else b""
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
-            with pytest.raises(OSError, match="nothing was measured, and what was"):
+            with pytest.raises(OSError, match="nothing was measured, and an existing"):
                 begin(path).start()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -288,12 +235,12 @@ HEAD = json.dumps({"schema": SCHEMA, "benchmark": "x", "argv": [], "environment"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (HEAD, "is empty or cut short; a report is what a script writes"),
-        ('{"schema": "torchrun-bench/2"}\n', "its schema is torchrun-bench/2; this version reads"),
+        (HEAD, "is empty or cut short; expected a report written by a script"),
+        ('{"schema": "torchrun-bench/2"}\n', f"expected schema {SCHEMA}, got torchrun-bench/2"),
         (f'{{"schema": "{SCHEMA}"}}\n', "missing 2 required positional arguments: 'benchmark'"),
-        (f"{HEAD}\n{HEAD}\n", ":2 is no line of a report: another report begins here"),
+        (f"{HEAD}\n{HEAD}\n", ":2 is not a line of a report: another report starts here"),
         (HEAD + '\n{"key": {}}\n', "missing 1 required keyword-only argument: 'ranks'"),
-        (HEAD + '\nhalf\n{"key": {}, "ranks": []}\n', ":2 is no line of a report"),
+        (HEAD + '\nhalf\n{"key": {}, "ranks": []}\n', ":2 is not a line of a report"),
     ],
 )
 def test_damaged_reports_are_refused_in_one_line(path: Path, text: str, words: str) -> None:
@@ -305,6 +252,6 @@ def test_damaged_reports_are_refused_in_one_line(path: Path, text: str, words: s
 
 
 def test_values_that_are_not_json_are_named() -> None:
-    assert not_json("key", {"a": 1, "b": None}) is None
-    assert not_json("key", {"a": 1, "b": {2}}) == "key 'b' is not JSON: '{2}'"
-    assert not_json("metric", {"x_s": math.nan}) == "metric 'x_s' is not JSON: 'nan'"
+    assert not_json({"a": 1, "b": None}) is None
+    assert not_json({"a": 1, "b": {2}}) == "metric 'b' cannot be written as JSON: '{2}'"
+    assert not_json({"x_s": math.nan}) == "metric 'x_s' cannot be written as JSON: 'nan'"
