@@ -392,7 +392,7 @@ def derive(
 
 def start_up_metrics(facts: list[dict[str, Any]]) -> dict[str, Any]:
     by_rank = start_up.seconds_by_name([fact["start_up"] for fact in facts])
-    return {"start_up_by_rank": by_rank, **start_up.in_all(by_rank)}
+    return {"start_up_by_rank": by_rank, **start_up.overall(by_rank)}
 
 
 def verdict_on(wrong: int, args: argparse.Namespace) -> str:

@@ -23,7 +23,7 @@ def seconds_by_name(rows: Sequence[Mapping[str, float]]) -> Seconds:
     return {name: [row[name] for row in rows] for name in NAMES if name in rows[0]}
 
 
-def in_all(by_rank: Seconds) -> dict[str, float]:
+def overall(by_rank: Seconds) -> dict[str, float]:
     """The maximum over ranks; for the rendezvous the minimum: all ranks wait for the last one."""
     return {name: (min if name == NAMES[0] else max)(times) for name, times in by_rank.items()}
 
@@ -35,7 +35,7 @@ def sentence(by_rank: Seconds, ranks: Sequence[int], environment: dict[str, Any]
     ranks: those of the case. environment: of the report.
     """
     times, slowest = {}, {}
-    for name, seconds in in_all(by_rank).items():
+    for name, seconds in overall(by_rank).items():
         rank = ranks[by_rank[name].index(seconds)]
         times[name] = show_seconds(seconds)
         slowest[name] = f"rank {rank} on {environment['ranks'][rank]['host']}"

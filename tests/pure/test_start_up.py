@@ -14,7 +14,7 @@ def test_the_slowest_rank_of_each_step_is_named() -> None:
     by_rank = start_up.seconds_by_name(ROWS)
     assert by_rank["group_s"] == [0.01, 0.03]
     seconds = {"rendezvous_s": 0.2, "group_s": 0.03, "first_collective_s": 0.004}
-    assert start_up.in_all(by_rank) == seconds
+    assert start_up.overall(by_rank) == seconds
     one_node = start_up.sentence(by_rank, [0, 2], {"num_nodes": 1, "ranks": HOSTS})
     assert one_node == (
         "start-up: 30.0 ms to make the group (rank 2 on b), first collective 4.00 ms (rank 0 on a)"
@@ -25,4 +25,4 @@ def test_the_slowest_rank_of_each_step_is_named() -> None:
 
 
 def test_a_case_with_existing_groups_has_no_start_up() -> None:
-    assert start_up.in_all(start_up.seconds_by_name([{}, {}])) == {}
+    assert start_up.overall(start_up.seconds_by_name([{}, {}])) == {}
