@@ -87,7 +87,7 @@ def open_group(ranks: tuple[int, ...], job: Job, teams: Teams | None = None) -> 
 
     teams: parts of the ranks, each with its own group under test.
     """
-    with peers():
+    with end_on_lost_peer():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
     parts = [list(team) for team in teams or [ranks]]
     start = time.perf_counter()
@@ -233,14 +233,14 @@ def gather(value: Any) -> list[Any] | None:
     watchdog would take rank 0, which waits for a late rank, for late as well.
     """
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with peers():
+    with end_on_lost_peer():
         dist.gather_object(value, values)
     return values
 
 
 def share(value: Any) -> Any:
     """Return the value of rank 0 of the job on all ranks. All ranks call it."""
-    with peers():
+    with end_on_lost_peer():
         return broadcast(value, dist.group.WORLD)
 
 
@@ -259,10 +259,12 @@ def broadcast(value: Any, group: Any) -> Any:
 
 
 @contextmanager
-def peers() -> Iterator[None]:
-    """For collectives of the job's control group and calls of the store, whose errors mean that a
-    process has died. The launcher knows which one and ends the others. If it does not, they end
-    here after 10 s with status 1."""
+def end_on_lost_peer() -> Iterator[None]:
+    """End this process if a collective of the control group or a call of the store raises.
+
+    Such an error means that another process has died. The launcher knows which one and ends the
+    others; if it does not within 10 s, this process ends with status 1.
+    """
     try:
         yield
     except RuntimeError as error:

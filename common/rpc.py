@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from common.benchmark import Benchmark
 from common.cli import checked, list_of, refuse
 from common.environment import count_of
-from common.groups import gather, peers, share
+from common.groups import end_on_lost_peer, gather, share
 from common.join import raise_file_limit
 
 # at import, because scripts use rpc.functions as decorators, and these are missing then as well
@@ -190,7 +190,7 @@ def start_rpc(
             given = f"--rpc-timeout {options.timeout_s:g}"
             bench.refuse(f"starting RPC took longer than {given}; try --rpc-timeout 60")
         if isinstance(error, ValueError) and isinstance(first, RuntimeError):
-            with peers():
+            with end_on_lost_peer():
                 raise first from None
         raise
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import HANG, end, tell_torchrun, write
-from common.groups import Group, Job, abort_group, peers
+from common.groups import Group, Job, abort_group, end_on_lost_peer
 from common.report import Report
 
 LISTEN_S = 1.0  # interval between checks whether the store answers
@@ -93,7 +93,7 @@ class Watchdog:
         state: State = {"rank": rank, "where": self.where, "order": [self.case, self.order]}
         state |= {"host": host, "pid": os.getpid()}
         state["error_file"] = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        with peers():
+        with end_on_lost_peer():
             self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
         end_later(self.timeout_s)
@@ -102,7 +102,7 @@ class Watchdog:
     def fail(self, reason: str) -> None:
         """Report that the case failed on this rank. Only the first reason is kept: errors on other
         ranks follow from it."""
-        with peers():
+        with end_on_lost_peer():
             failure = json.dumps([reason, self.job.rank])
             self.store.compare_set(f"failed/{self.case}", "", failure)
             self.store.add("changes", 1)
@@ -110,7 +110,7 @@ class Watchdog:
     def failure(self) -> tuple[str | None, int | None]:
         """Return the reason for which the case failed and the rank; (None, None) if it did not."""
         key = f"failed/{self.case}"
-        with peers():
+        with end_on_lost_peer():
             if not self.store.check([key]):
                 return None, None
             reason, rank = json.loads(self.store.get(key))
