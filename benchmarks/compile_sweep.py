@@ -68,7 +68,6 @@ from torch.profiler import record_function
 
 from benchmarks.workloads.check import verdict
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
-from benchmarks.workloads.interleave import SettingsTable, compare_rows, split_case
 from benchmarks.workloads.memory import peak, reset_peak, start_peak
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.own_model import (
@@ -88,7 +87,12 @@ from benchmarks.workloads.reference import (
     sgd,
     train_alone,
 )
-from benchmarks.workloads.settings import compare_settings
+from benchmarks.workloads.settings import (
+    SettingsTable,
+    compare_rows,
+    compare_settings,
+    split_case,
+)
 from benchmarks.workloads.training import training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of
@@ -114,22 +118,22 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__, GONE)
     strategies = cli.list_of(str, STRATEGIES)
     dtypes = cli.list_of(str, [*TOLERANCES])
-    default = "(default: %(default)s)"
+    named = "models, separated by commas; see above (default: %(default)s)"
     add = parser.add_mutually_exclusive_group().add_argument
     model = cli.By(["decoder-124m"], ["toy-small"])
-    add("--models", "--model", type=cli.list_of(str), default=model, metavar="M", help=default)
+    add("--models", "--model", type=cli.list_of(str), default=model, metavar="M", help=named)
     toy = "same as --model toy"
     add("--toy-model", dest="models", action="store_const", const=["toy"], help=toy)
     add = parser.add_mutually_exclusive_group().add_argument
     all_here = cli.By([*STRATEGIES], ["none", "ddp", "fsdp2"])
-    text = f"(default: {all_here}; with --interleave without none)"
+    text = f"strategies, see above (default: {all_here}; with --interleave without none)"
     add("--strategies", type=strategies, metavar="S", help=text)
     ddp = "same as --strategies ddp"
     add("--ddp", dest="strategies", action="store_const", const=["ddp"], help=ddp)
     add("--fsdp", action="store_true", help="fsdp1, as one unit unless --fsdp-wrap is given")
     add = parser.add_argument
-    both, listed = ["eager", "inductor"], "(default: eager,inductor)"
-    add("--backends", "--dynamo", type=backend_list, default=both, metavar="B", help=listed)
+    both, text = ["eager", "inductor"], "backends, see above (default: eager,inductor)"
+    add("--backends", "--dynamo", type=backend_list, default=both, metavar="B", help=text)
     batch = "batch size per rank (default: 8 on CUDA, 4 on the CPU)"
     add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=DTYPE_HELP)
@@ -144,7 +148,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     interleave = "time all strategies and backends in alternating blocks, each with its own "
     interleave += "replica, and report which is fastest; --max-seconds applies to each of them"
     add("--interleave", action="store_true", help=interleave)
-    add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="same as --iters")
+    same = "same as --iters"
+    positive = cli.positive_int
+    add("--repeat", dest="iters", type=positive, default=SUPPRESS, metavar="N", help=same)
     cli.add_common_flags(parser, max_seconds=4)
     args = parser.parse_args(argv)
     cuda = cli.on_cuda(args.device)

@@ -65,12 +65,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
-from benchmarks.workloads.interleave import SettingsTable, compare_rows, split_case
 from benchmarks.workloads.memory import peak, start_peak
 from benchmarks.workloads.own_model import is_own, make_own, need_size, try_on_all, without_rate
 from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
-from benchmarks.workloads.settings import compare_settings
+from benchmarks.workloads.settings import (
+    SettingsTable,
+    compare_rows,
+    compare_settings,
+    split_case,
+)
 from benchmarks.workloads.training import breakdown, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of
@@ -91,7 +95,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
     default = cli.By(CUDA_MODELS, CPU_MODELS)
-    names = "torchvision classifiers or package.module:function (default: %(default)s)"
+    names = "torchvision classifiers or package.module:function, separated by commas (default: "
+    names += "%(default)s)"
     add("--models", "--model", type=list_of(str), default=default, metavar="NAME", help=names)
     one_of = parser.add_mutually_exclusive_group().add_argument
     batch = "batch size per rank (default: 32 on CUDA, 8 on the CPU)"
