@@ -448,7 +448,7 @@ def add_common_flags(
     ranks += "slowest rank)"
     rank_list = list_of(number(int, 0))
     add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)
-    hang = "end the run and name the ranks that hang after S seconds without progress "
+    hang = "after S seconds without progress, name the ranks that hang and end the run "
     hang += f"(default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)
 
