@@ -59,7 +59,7 @@ def test_a_run_that_is_ended(start: Callable[..., Process], lab: Lab, tmp_path: 
     assert "[node1] # 2 ranks on 2 nodes" in process.out
     assert {line[:7] for line in process.out.splitlines()} == {"[node1]"}
     assert "ssh_torchrun.sh: SIGTERM: ending the ranks on all hosts" in process.err
-    assert re.search(r"\[node1\] SIGTERM: \d cases? (is|are) measured and in", process.err)
+    assert re.search(r"\[node1\] SIGTERM: ended after \d cases?, saved in", process.err)
     report = load(str(path))
     assert (report.status, report.environment["variables"]["GLOO_X"]) == ("interrupted", "a 'b'")
     assert {case.check for case in report.cases} == {"passed"}
