@@ -120,8 +120,8 @@ def verdict_in(stdout: str) -> str | None:
 
 
 def compared(folder: Path, work: int, change: float) -> dict[str, Any]:
-    """The verdicts of one comparison, and the load that it measured: the mean share of all cores
-    that other processes used during its runs."""
+    """The verdicts of one comparison. Of each run: the time of a step in ms, and the load, which is
+    the share of all cores that other processes used. `load` is its mean over runs."""
     (folder / "program.py").write_text(PROGRAM)
     program = shlex.join([sys.executable, str(folder / "program.py")])
     out = folder / "out"
@@ -140,9 +140,17 @@ def compared(folder: Path, work: int, change: float) -> dict[str, Any]:
     for name, run in (("ab", ab), ("compare", apart)):
         if not verdicts[name]:
             raise SystemExit(f"{name}.py printed no verdict:\n{run.stdout}{run.stderr}")
-    loads = [json.loads(path.read_text())["others"][0] for path in out.glob("*/*.load")]
-    shares = [busy / cores for busy, cores in loads]
-    return {**verdicts, "runs": len(shares), "load": round(statistics.fmean(shares), 4)}
+    result: dict[str, Any] = dict(verdicts)
+    for side in "ab":  # of each run: the time of its median step, and the load
+        reports = sorted(out.glob(f"{side}/*.jsonl"))
+        steps = [
+            json.loads(path.read_text().splitlines()[1])["samples_s"]["step"] for path in reports
+        ]
+        result[f"{side}_ms"] = [round(1e3 * statistics.median(times), 2) for (times,) in steps]
+        loads = [json.loads(path.with_suffix(".load").read_text())["others"][0] for path in reports]
+        result[f"{side}_load"] = [round(busy / cores, 3) for busy, cores in loads]
+    every_load = result["a_load"] + result["b_load"]
+    return result | {"load": round(statistics.fmean(every_load), 4)}
 
 
 def upper_bound(wrong: int, count: int) -> float:
@@ -178,7 +186,7 @@ def main() -> None:
     parser.add_argument("conditions", nargs="*", metavar="CONDITION")
     parser.add_argument("--comparisons", type=int, default=100, metavar="N")
     parser.add_argument("--change", type=float, default=0.0, metavar="PERCENT")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "verdicts.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "measured_verdicts.jsonl")
     parser.add_argument("--summary", action="store_true")
     args = parser.parse_args()
     if args.summary:

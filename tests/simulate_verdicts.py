@@ -2,12 +2,14 @@
 
     python tests/simulate_verdicts.py            the table of docs/compare.md, some minutes
     python tests/simulate_verdicts.py load       that of docs/measuring.md, under load
+    python tests/simulate_verdicts.py load 7     the same, with runs that differ by 7 %
 
 The logarithm of a run's time is the level of the machine plus noise of 3 %. A drifting level has an
 autocorrelation of 0.8 from run to run and a standard deviation of 3 % as well.
 
 Under load a run of one second takes 1 + s times as long, if other processes use the share s of the
-cores during the run. Runs differ by 1 %, and the load is known to 1 % of the cores.
+cores during the run. Runs differ by 1 % unless a number is given, and the load is known to 1 % of
+the cores.
 """
 
 import sys
@@ -26,6 +28,7 @@ from analysis.race import Race
 from analysis.verdicts import Comparison, Design, Result, compare, judge_all
 
 NOISE, RHO = 0.03, 0.8
+SCATTER = 0.01  # of the times of runs under load, as a standard deviation of their logarithms
 Logs = NDArray[np.float64]
 Rng = np.random.Generator
 
@@ -163,9 +166,11 @@ def load_between(condition: str, begin_s: float, end_s: float) -> float:
     return share * (on_until(end_s) - on_until(begin_s)) / (end_s - begin_s)
 
 
-def run_of(rng: Rng, condition: str, begin_s: float, change: float) -> tuple[Run, float]:
+def run_of(
+    rng: Rng, condition: str, begin_s: float, change: float, scatter: float
+) -> tuple[Run, float]:
     """A run and the time of its end. A longer run overlaps more with the other process."""
-    alone_s = (1 + change) * float(np.exp(0.01 * rng.normal()))
+    alone_s = (1 + change) * float(np.exp(scatter * rng.normal()))
     time_s = alone_s
     for _ in range(3):
         time_s = alone_s * (1 + load_between(condition, begin_s, begin_s + time_s))
@@ -177,7 +182,7 @@ def run_of(rng: Rng, condition: str, begin_s: float, change: float) -> tuple[Run
     return run, begin_s + time_s + GAP_S
 
 
-def by_ab(rng: Rng, condition: str, change: float) -> Comparison:
+def by_ab(rng: Rng, condition: str, change: float, scatter: float = SCATTER) -> Comparison:
     """Like ab.py --runs 6: pairs in random order, up to 12 of them."""
     seed, now_s = int(rng.integers(2**32)), float(rng.uniform(0, 1000))
     runs: dict[str, list[Run]] = {"a": [], "b": []}
@@ -186,7 +191,7 @@ def by_ab(rng: Rng, condition: str, change: float) -> Comparison:
     while rounds < needed:
         rounds += 1
         for name in order_of(["a", "b"], rounds, seed):
-            run, now_s = run_of(rng, condition, now_s, change if name == "b" else 0.0)
+            run, now_s = run_of(rng, condition, now_s, change if name == "b" else 0.0, scatter)
             runs[name].append(run)
         comparison = compare(runs["a"], runs["b"], design) if rounds >= RUNS else None
         if comparison:
@@ -195,24 +200,28 @@ def by_ab(rng: Rng, condition: str, change: float) -> Comparison:
     return comparison
 
 
-def by_compare(rng: Rng, condition: str, change: float) -> Comparison:
+def by_compare(rng: Rng, condition: str, change: float, scatter: float = SCATTER) -> Comparison:
     """Like compare.py with a stored baseline: six runs a side at different times."""
     sides = []
     for slower in (0.0, change):
         side, now_s = list[Run](), float(rng.uniform(0, 1000))
         for _ in range(RUNS):
-            run, now_s = run_of(rng, condition, now_s, slower)
+            run, now_s = run_of(rng, condition, now_s, slower, scatter)
             side.append(run)
         sides.append(side)
     return compare(sides[0], sides[1], Design())
 
 
 def beside(
-    how: Callable[[Rng, str, float], Comparison], condition: str, change: float, count: int
+    how: Callable[[Rng, str, float, float], Comparison],
+    condition: str,
+    change: float,
+    count: int,
+    scatter: float = SCATTER,
 ) -> tuple[float, float, float]:
     """Shares of comparisons with a wrong verdict, without a verdict, and that find the change."""
     rng = np.random.default_rng(0)
-    verdicts = [how(rng, condition, change).cases[0].verdict for _ in range(count)]
+    verdicts = [how(rng, condition, change, scatter).cases[0].verdict for _ in range(count)]
     wrong = ("slower", "faster") if change == 0 else ("faster", "same")
     shares = [
         verdicts.count("undecided") + verdicts.count("not compared"),
@@ -221,7 +230,7 @@ def beside(
     return sum(map(verdicts.count, wrong)) / count, shares[0] / count, shares[1] / count
 
 
-def show_beside(count: int = 300) -> None:
+def show_beside(scatter: float, count: int = 1000) -> None:
     """Print the table of docs/measuring.md."""
     print(
         "| | ab.py: wrong | at most | no verdict | finds 3 % | 10 % | 30 % | compare.py: wrong |"
@@ -229,11 +238,13 @@ def show_beside(count: int = 300) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for condition in BESIDE:
-        wrong, none, _ = beside(by_ab, condition, 0, count)
+        wrong, none, _ = beside(by_ab, condition, 0, count, scatter)
         most = stats.beta.ppf(0.95, round(wrong * count) + 1, count - round(wrong * count))
-        found = [beside(by_ab, condition, change, count // 3)[2] for change in (0.03, 0.1, 0.3)]
-        stored = beside(by_compare, condition, 0, count)
-        late = beside(by_compare, condition, 0.3, count // 3)[2]
+        found = [
+            beside(by_ab, condition, change, count // 3, scatter)[2] for change in (0.03, 0.1, 0.3)
+        ]
+        stored = beside(by_compare, condition, 0, count, scatter)
+        late = beside(by_compare, condition, 0.3, count // 3, scatter)[2]
         cells = [wrong, most, none, *found, stored[0], stored[1], late]
         print(f"| {condition} | {' | '.join(f'{cell:.1%}' for cell in cells)} |", flush=True)
 
@@ -245,7 +256,7 @@ def share(name: str, count: int) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["load"]:
-        show_beside()
+    if sys.argv[1:2] == ["load"]:
+        show_beside(float(sys.argv[2]) / 100 if sys.argv[2:] else SCATTER)
     for name in CASES if not sys.argv[1:] else ():
         print(f"| {name} | {share(name, 1000):.1%} |", flush=True)

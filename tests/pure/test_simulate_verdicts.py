@@ -1,9 +1,12 @@
 """A quick version of tests/simulate_verdicts.py, whose table is in docs/compare.md."""
 
+import json
 from typing import Any
 
 import pytest
 
+from tests.measure_verdicts import summary, upper_bound
+from tests.process import ROOT
 from tests.simulate_verdicts import beside, by_ab, by_compare, share
 
 LIMITS = {  # number of simulations, lower and upper limit of the rate
@@ -32,3 +35,22 @@ def test_steady_load_and_pairs() -> None:
     condition = "(d) 30 % of the cores"
     assert beside(by_ab, condition, 0.1, 6)[2] == 1
     assert beside(by_compare, condition, 0.1, 6)[1] == 1
+
+
+def test_bound_of_wrong_verdicts() -> None:
+    assert upper_bound(0, 100) == pytest.approx(1 - 0.05**0.01)  # 1 - p^n = 95 %
+    assert upper_bound(3, 3) == 1
+
+
+def test_measuring_has_the_measured_verdicts() -> None:
+    lines = (ROOT / "tests" / "measured_verdicts.jsonl").read_text().splitlines()
+    assert summary([json.loads(line) for line in lines]) in (ROOT / "docs/measuring.md").read_text()
+
+
+def test_a_verdict_that_misses_a_planted_change_is_wrong() -> None:
+    line = {"condition": "idle", "change": 10.0, "load": 0.0, "ab": "slower", "compare": "same"}
+    cells = summary([line]).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in cells[5:13]] == [
+        *("0.0%", "95.0%", "0.0%", "100.0%"),
+        *("100.0%", "100.0%", "0.0%", "0.0%"),
+    ]
