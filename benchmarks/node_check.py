@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Are these nodes fit to train on? A verdict within a minute, with the reason and the name.
+"""Are these nodes fit to train on? A verdict with the reason and the name.
 
     alone     each rank by itself: matrix products, copies within memory, to the device and back,
               and kernel launches. On the CPU the ranks of a node share its cores and take turns
@@ -7,18 +7,21 @@
               nodes on all rails at once (rail i: the i-th ranks of all nodes). A sample is a series
               of messages of at least 4 MiB that takes at least 50 ms
     together  all_reduce within each node, then between nodes along the rails
-    times     alone and together are judged by two times: the fastest sample, and the mean of a
-              block (`sustained`). This is the median block on CUDA, where heat slows down all
-              blocks, and the fastest block on the CPU, where other processes slow down only some.
+    times     the steps of `alone` and `together` are judged by two times: the fastest sample, and
+              the mean of a block (`sustained`). This is the median block on CUDA, where heat slows
+              down all blocks, and the fastest block on the CPU, where other processes slow down
+              only some.
               A link is judged by its slowest block, so that a burst that a switch or a cloud
               provider allows is not taken for its bandwidth
-    slow      exceeds the median of its peers by --sigmas median absolute deviations and by --margin
-              in two measurements: the second one is made if the first one finds something. The
-              all_reduce between nodes is also compared with the links that it uses
+    slow      exceeds the median of its peers by --sigmas robust standard deviations (1.4826 times
+              the median absolute deviation) and by --margin in two measurements: the second one is
+              made if the first one finds something. The all_reduce between nodes is also compared
+              with the links that it uses
     wrong     the results of a rank differ from those of most of its peers; data arrives damaged; a
               node has fewer GPUs than the other nodes or than --gpus; other processes already held
               more than 1 GiB of a GPU's memory when the run started
-    +-%       half-width of the 95 % interval of the median sample, for the widest of a rank's steps
+    +-%       distance from the median sample to the farther end of its 95 % interval, for the least
+              steady step of a rank
     busbw     2(n-1)/n * bytes / time
 
 There is no verdict on slowness while other processes use more than a tenth of the cores, or if the
@@ -27,6 +30,9 @@ than a factor of 5 is reported in any case.
 
 Exit status: 0 fit; 1 slow or wrong, with the names in the last lines; 2 a mistake in the command;
 3 a hang; 4 nothing is wrong, and there is no verdict on slowness.
+
+--min-tflops applies to the product in bf16 on CUDA, and to the one in fp32 on the CPU. srun must be called
+in a job with GPUs (salloc or sbatch).
 
     torchrun --nproc-per-node 8 benchmarks/node_check.py
     torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --exclude-file bad.txt
@@ -121,6 +127,7 @@ STEPS = {
 # The time per case as a fraction of the budget, chosen so that there is time to measure again
 ALONE_FRACTION = 0.06  # for up to two turns of the ranks of a node; less per turn beyond
 LINKS_FRACTION = 1 / 150  # per round
+ALL_LINKS_FRACTION = 1 / 4  # all rounds together: less than the half that they may use
 TOGETHER_FRACTION = 1 / 15
 FIRST_CASE_FRACTION = 0.1  # an estimate for the first case of a phase, including its start-up
 # Defaults of --margin. Other processes slow down CPUs, and links and collectives whose data passes
@@ -142,13 +149,13 @@ def parse_args() -> argparse.Namespace:
     text = "deviations above the median that count as slow (default: 5)"
     add("--sigmas", type=positive, default=SIGMAS, metavar="S", help=text)
     text = "minimum slowdown to report (default: 0.1; on the CPU 0.4, all ranks together 2)"
-    add("--margin", type=positive, metavar="SHARE", help=text)
-    text = "minimum TFLOP/s of each matrix product"
+    add("--margin", type=positive, metavar="FRACTION", help=text)
+    text = "minimum TFLOP/s of each rank's matrix product, in bf16 on CUDA, in fp32 on the CPU"
     add("--min-tflops", type=positive, default=0, metavar="T", help=text)
-    text = "minimum busbw of all_reduce within each node"
+    text = "minimum busbw of all_reduce within each node, 256 MiB on CUDA, 1 MiB on the CPU"
     add("--min-busbw", type=positive, default=0, metavar="GB/S", help=text)
     add("--gpus", type=cli.positive_int, metavar="N", help="minimum number of GPUs on each node")
-    text = "write the hosts that are not fit, for sbatch --exclude; not written with status 4"
+    text = "write the hosts that are not fit, for sbatch --exclude; only with status 0 or 1"
     path = cli.checked(str, bool, "a file to write", "e.g. bad.txt")
     add("--exclude-file", type=path, metavar="PATH", help=text)
     cli.add_common_flags(parser, min_iters=6, max_seconds=6, timeout=60)
@@ -206,7 +213,8 @@ def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
     """Run the probes of this rank, on the CPU in its turn. Meanwhile the other ranks of its node
     wait in a barrier, which does not spin.
 
-    Each part of the case is one probe in one turn. The first part must be the step of the case.
+    A case times its step and the parts of it (common/timing.py: Workload). Here each of them is one
+    probe in one turn; the first is the step.
     """
     my_probes = probes(job.device)
     my_turn = job.local_rank % turns
@@ -334,9 +342,18 @@ def cluster_of(bench: Benchmark) -> Cluster:
     together = args.margin or MARGIN_TOGETHER[device]
     alone = args.margin or MARGIN_ALONE[device]
     margins = {"rank": alone, "node": together, "rail": together, "link": together}
-    limits = dict.fromkeys(("matmul_bf16", "matmul_fp32"), args.min_tflops * 1e12)
-    limits["all_reduce_inside"] = args.min_busbw * 1e9
+    limits = limits_of(args.min_tflops, args.min_busbw, device)
     return Cluster(device == "cpu", nodes, teams, kinds, margins, limits, args.sigmas)
+
+
+def limits_of(min_tflops: float, min_busbw: float, device: str) -> dict[str, float]:
+    """The minimum rate of each step that has a limit, in FLOP/s or bytes/s; 0 for no limit.
+
+    min_tflops: in TFLOP/s. It applies to bf16 on CUDA, where fp32 is slower by an order of
+    magnitude, and to fp32 on the CPU, which multiplies nothing else. min_busbw: in GB/s.
+    """
+    product = "matmul_fp32" if device == "cpu" else "matmul_bf16"
+    return {product: min_tflops * 1e12, "all_reduce_inside": min_busbw * 1e9}
 
 
 def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
@@ -662,7 +679,8 @@ def wrong_results(lacks: dict[int, str], cases: list[Case], names: Names) -> lis
 
 
 class Part(NamedTuple):
-    """A case of a phase. key: the entries that it adds to the key of the phase."""
+    """What a phase measures as one case, the unit of a report. key: the entries that identify the
+    case, in addition to the key of the phase."""
 
     name: str
     key: Key
@@ -702,12 +720,19 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
         build = partial(build_together, size, teams, job)
         together.append(Part("all ranks together", {}, world, build, into_ranks))
     alone_fraction = ALONE_FRACTION * min(1, 2 / turns)
+    links_fraction = fraction_per_round(len(meetings))
     by_ranks = partial(judge_ranks, bench, cluster)
     return [
         Phase("each rank alone", alone_fraction, alone, by_ranks),
-        Phase("links", LINKS_FRACTION, meetings, partial(judge_links, bench, cluster)),
+        Phase("links", links_fraction, meetings, partial(judge_links, bench, cluster)),
         Phase("all ranks together", TOGETHER_FRACTION, together, by_ranks),
     ]
+
+
+def fraction_per_round(rounds: int) -> float:
+    """The time of a round of links, as a fraction of the budget. With many nodes it is smaller, so
+    that all rounds fit if the budget is raised."""
+    return min(LINKS_FRACTION, ALL_LINKS_FRACTION / max(rounds, 1))
 
 
 def seconds_left(budget: float) -> float:

@@ -67,6 +67,34 @@ def test_slow_ranks_and_nodes() -> None:
     assert slow.startswith("slow node 2: all reduce inside 3.00x the median time")
 
 
+def test_a_limit_applies_to_one_matrix_product() -> None:
+    """Each rank has 55 TFLOP/s in fp32. With --min-tflops 600, a rank with 700 in bf16 is fit, and
+    one with 550 is not. On the CPU the limit applies to fp32."""
+    cases = ranks_with("matmul_fp32", 1, 1)
+    for case, rate in zip(cases, (700e12, 550e12), strict=True):
+        case.metrics |= {"matmul_bf16_s": 1.0, "matmul_bf16_sustained_s": 1.0}
+        case.metrics |= {"matmul_bf16_flop_per_s": rate, "matmul_fp32_flop_per_s": 55e12}
+    two = cluster([[0, 1]], ["k"] * 2)
+    limits = node_check.limits_of(600, 350, "cuda")
+    assert limits == {"matmul_bf16": 600e12, "all_reduce_inside": 350e9}
+    below = ["slow rank 1: matmul bf16 flop per s 5.5e+14, below 6e+14"]
+    assert sentences(judge(cases, two._replace(limits=limits))) == below
+    on_cpu = node_check.limits_of(600, 0, "cpu")
+    assert on_cpu == {"matmul_fp32": 600e12, "all_reduce_inside": 0}
+    assert len(judge(cases, two._replace(limits=on_cpu))) == 2
+
+
+def test_the_rounds_of_many_nodes_fit_into_the_budget() -> None:
+    """22 rounds take 0.4 s each of a budget of 60 s, and 70 rounds 0.43 s of 120 s. All rounds
+    take at most a quarter of the budget."""
+    members = [list(range(8 * node, 8 * node + 8)) for node in range(64)]
+    assert [len(rounds_by_node(members[:nodes])) for nodes in (8, 16, 64)] == [14, 22, 70]
+    fraction = node_check.fraction_per_round
+    assert [fraction(22) * 60, fraction(70) * 120] == pytest.approx([0.4, 0.4286], rel=1e-3)
+    assert fraction(134) * 134 == pytest.approx(0.25)
+    assert fraction(0) == fraction(1) == 1 / 150
+
+
 def test_the_block_that_counts() -> None:
     """Of blocks of 3.5 and 2.5 s, the best counts on the CPU and the median on CUDA."""
     assert node_check.sustained([3.5, 2.5], on_cuda=False) == 2.5
