@@ -10,16 +10,18 @@
     #wrong  = number of values that differ from the expected ones; must be 0
     i_...   = with -I 1, the minimum, maximum and 99th percentile (nearest rank) of the samples, and
               their standard deviation in percent of the mean
-    +-%     = half-width of the 95 % interval of the time, for the wider one of the two variants
+    +-%     = distance from the time to the farther end of its 95 % interval, for the variant with
+              the wider interval
     --beside  measures two collectives at the same time, each in its own group. both / longer is
-              their time divided by the longer time of the two alone: 1 if neither slows the other
+              their time divided by the longer time of the two alone: 1 if neither slows the other.
+              serial / longer is this ratio if they run one after the other
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
     torchrun --nproc-per-node 8 benchmarks/collectives.py -b 1G -e 1G --limit 450 --min-busbw 400
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 1M -e 4M --beside all_to_all:1M
 
-The flags, the table and the formulas are those of NVIDIA's nccl-tests (-I: README.md and
+The table, the formulas and most of the flags are those of NVIDIA's nccl-tests (-I: README.md and
 src/util.cu of version 2.19.6, a0b82b2), without its code. The calls are in
 benchmarks/workloads/operations.py. BSD-3-Clause.
 """
@@ -103,7 +105,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-c", "--check", type=count, default=1, metavar="N", help=text)
     text = "capture the calls of a sample in a CUDA graph, and replay it N times per sample"
     add("-G", "--cudagraph", type=count, default=0, metavar="N", help=text)
-    text = "1: print minimum, maximum, p99 and spread of the samples (default: 0)"
+    text = "1: print minimum, maximum, p99 and coefficient of variation of the samples (default: 0)"
     add("-I", "--per-iter-timing", type=int, choices=(0, 1), default=0, help=text)
     add("--cache-warm", action="store_true", help="use the same buffer in all calls")
     text = "world, node, cross, or lists of ranks such as 0,1/2-3 (default: world)"

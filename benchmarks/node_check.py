@@ -31,8 +31,8 @@ than a factor of 5 is reported in any case.
 Exit status: 0 fit; 1 slow or wrong, with the names in the last lines; 2 a mistake in the command;
 3 a hang; 4 nothing is wrong, and there is no verdict on slowness.
 
---min-tflops applies to the product in bf16 on CUDA, and to the one in fp32 on the CPU. srun must be called
-in a job with GPUs (salloc or sbatch).
+--min-tflops applies to the product in bf16 on CUDA, and to the one in fp32 on the CPU. Call srun in
+a job with GPUs (salloc or sbatch).
 
     torchrun --nproc-per-node 8 benchmarks/node_check.py
     torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --exclude-file bad.txt

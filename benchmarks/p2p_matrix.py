@@ -10,13 +10,15 @@ messages at the same time, or one pair after the other with --serial.
     bidirectional   = 2 * size * n / time of n exchanges
     n               = number of consecutive messages per sample: as many as take 50 ms. The slowest
                       block counts: what the link sustains, not the burst that a switch allows
-    +-%             = half-width of the 95 % interval of the median sample: how steady the link is
-    slow            = costs more than its peers by 10 % and by --sigmas median absolute deviations;
-                      by a factor of 5 if other processes use more than a tenth of the cores, or if
-                      their CPU use is unknown (ab.py --interleave, --resume)
+    +-%             = distance from the median sample to the farther end of its 95 % interval: how
+                      steady the link is
+    slow            = costs more than the median of its peers by 10 % and by --sigmas robust
+                      standard deviations (1.4826 times the median absolute deviation); by a factor
+                      of 5 if other processes use more than a tenth of the cores, or if their CPU
+                      use is unknown (ab.py --interleave, --resume)
     a group sustains the bandwidth of its slowest link. The last line reports the largest group that
-                      sustains the bandwidth of the median link, less 10 %. The search is exact for
-                      up to 12 nodes (12 ranks on a single node), and greedy beyond
+                      sustains a bandwidth within 10 % of that of the median link. The search is
+                      exact for up to 12 nodes (12 ranks on a single node), and greedy beyond
     --by node       = rank i of one node exchanges with rank i of the other, for all i at the same
                       time; their bandwidths are added
 
