@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Binds each rank of a node to an equal share of the cores available to this process, and runs the
-# command:
+# Binds each rank of a node to an equal share of the CPUs available to this process, and runs the
+# command. The CPUs are logical ones, as Linux numbers them: with SMT (hyper-threading) enabled, a
+# core counts as two, and two ranks may share a core, depending on the numbering. lscpu -e shows it.
+#
+# For example:
 #
 #     torchrun --no-python --nproc-per-node 2 launch/bind_cores.sh python benchmarks/ddp_sweep.py
 #

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets torchrun's variables in a task of a Slurm step, derived from Slurm's own, and executes the
-# command:
+# command. Inside a job with GPUs:
 #
 #     srun --ntasks-per-node=8 bash launch/slurm_env.sh python3 benchmarks/ddp_sweep.py
 #     srun --ntasks-per-node=1 bash launch/slurm_env.sh torchrun --nproc-per-node=8 SCRIPT
