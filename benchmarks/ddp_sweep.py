@@ -15,7 +15,7 @@ CPU, `1M/2R` is 1 machine with 2 ranks.
     late          = local compute of the slowest rank - local compute of the median rank
     overlap       = 1 - exposed / alone; omitted if exposed exceeds alone
     one rank        the step of a single rank, interleaved with the step under DDP
-    efficiency    = one rank / step;   speed-up = ranks * efficiency
+    efficiency    = one rank / step;   speedup = ranks * efficiency
                     with --global-batch, that rank processes the whole batch, and
                     efficiency = one rank / (ranks * step)
     ex/sec/dev    = batch size per rank / step;   samples/s = ranks * batch size per rank / step
@@ -194,7 +194,7 @@ HOOKS: dict[str, Any] = {  # DDP communication hooks, which average the gradient
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook.powerSGD_hook,  # matrix approximation of rank 1
+    "powersgd": powerSGD_hook.powerSGD_hook,  # matrix_approximation_rank=1
 }
 Step = Callable[[], object]
 # positional and keyword arguments of the forward pass, and a function from the output to the loss
@@ -214,7 +214,7 @@ def training_step(
     average: bool = True,
 ) -> Step:
     """One training step, which accumulates the gradients of `accumulate` passes over the batch. DDP
-    averages them in the last pass if `average` is set."""
+    averages them in the last pass if `average` is set; otherwise they stay local."""
     args, kwargs, loss_of = batch
     device_type = next(model.parameters()).device.type
     keep_local: Callable[[], Any] = contextlib.nullcontext
@@ -226,10 +226,12 @@ def training_step(
             loss = loss_of(model(*args, **kwargs))
         (loss / accumulate if accumulate > 1 else loss).backward()
 
+    local_passes = accumulate - 1 if average else accumulate
+
     def step() -> None:
         optimizer.zero_grad()
         with keep_local():
-            for _ in range(accumulate - average):
+            for _ in range(local_passes):
                 forward_backward()
         for _ in range(average):
             forward_backward()
@@ -279,7 +281,12 @@ def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
 
 def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
     """A step that only averages: buckets of the same sizes as DDP's, all started at once, by the
-    same hook. DDP does not expose its buckets, so tensors of zeros replace them."""
+    same hook. DDP does not expose its buckets, so tensors of zeros replace them.
+
+    Raises ValueError for powersgd, which does not send its low-rank factors all at once.
+    """
+    if hook == "powersgd":
+        raise ValueError("powersgd cannot be timed alone: its factors are not sent all at once")
     dtype = next(ddp.parameters()).dtype
     counts = [size // dtype.itemsize for size in bucket_sizes(ddp)]
     buckets = [torch.zeros(count, dtype=dtype, device=ddp.device) for count in counts]
@@ -366,7 +373,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
         # without averaging, buckets and hooks play no part, so one replica stands for all
         parts["local compute"] = first.make_step(model, first.batch, average=False)
         if key["ranks"] > 1:
-            # powersgd does not send its low-rank factors all at once
+            # powersgd cannot be timed alone, see average_alone
             if not others and settings[0].hook != "powersgd":
                 parts["alone"] = average_alone(model, settings[0].hook)
             one_rank, size = None, key["global_batch"] or key["batch_size"]

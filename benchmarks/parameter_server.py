@@ -11,7 +11,7 @@ averaged:
     sparse_rpc   sparse buckets through a parameter server, dense ones by all-reduce
 
 Bucket i is sent to server i modulo the number of servers, which averages it over all trainers. With
-`--placement grouped`, as in the source program, each server averages all buckets of an equal share
+`--placement grouped`, as in the original, each server averages all buckets of an equal share
 of the trainers: all servers have the same load, and the replicas of different servers drift apart.
 A `running` server accumulates gradients as they arrive; a `batch` server collects all of them, then
 reduces. Both reply when the last gradient of a bucket has arrived.
@@ -23,13 +23,13 @@ reduces. Both reply when the last gradient of a bucket has arrived.
     hook       from the launch of a step's first bucket until its last bucket is averaged, on the
                slowest trainer
 
-    torchrun --nproc-per-node 5 benchmarks/parameter_server.py --nserver 2
+    torchrun --nproc-per-node 5 benchmarks/parameter_server.py
     torchrun --nproc-per-node 11 benchmarks/parameter_server.py --ncudatrainer 8 --nserver 2
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/parameter_server.py --routes allreduce,rpc --nserver 4
 
 The first ranks are trainers, the next ones servers, and the last rank is the master, which sets up
-the servers. The script is a new implementation of PyTorch's
+the servers. The script is a new implementation of the original, PyTorch's
 benchmarks/distributed/rpc/parameter_server. docs/parameter_server.md explains the tables.
 BSD-3-Clause.
 """
@@ -116,7 +116,7 @@ SETTINGS = {  # by flag: type, default, help
     "cuda_seed": (SEED, 0, "seed of the data of CUDA trainers"),
 }
 
-GONE = {  # flags of the source program, and what replaces them
+GONE = {  # flags of the original, and what replaces them
     "--trainer": "DdpTrainer is the only trainer",
     "--model": "DummyModel is the only model; --num-embeddings, --dense-layers set its size",
     "--data": "DummyData is the only data set; --sample-count, --sample-length set its size",
@@ -183,7 +183,10 @@ LR = 0.01
 def create_model(
     rows: int, columns: int, layers: int, width: int, *, sparse: bool, seed: int
 ) -> nn.Sequential:
-    """An embedding of `rows` x `columns`, `layers` linear layers of `width` features, softmax."""
+    """An embedding of `rows` x `columns`, `layers` linear layers of `width` features, softmax.
+
+    The softmax before cross_entropy is that of the original. For real training, remove it.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential()
     model.embedding = nn.EmbeddingBag(rows, columns, sparse=sparse)

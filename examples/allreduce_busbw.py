@@ -54,7 +54,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     x = sorted(samples)
     n = len(x)
     assert n >= 6, "a 95% interval requires at least 6 samples"
-    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
+    k = 1  # the largest k with P(fewer than k of n samples are below the median) <= 2.5%
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -85,8 +85,8 @@ def main() -> int:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
-    dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    timeout = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     sizes = SIZES if device.type == "cpu" else [*SIZES, 2**28]
     # zeros, because any other sum would grow with each call until it overflows
     buffers = [torch.zeros(size // 4, device=device) for size in sizes]

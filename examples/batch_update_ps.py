@@ -103,9 +103,9 @@ def main() -> int:
     if rank == trainers:
         rpc.shutdown()  # serves requests until all ranks have called it
         return 0
-    limit = timedelta(seconds=120)  # a hang ends with an error
+    timeout = timedelta(seconds=120)  # a hang ends with an error
     # only used by `compare`
-    dist.init_process_group("gloo", timeout=limit, rank=rank, world_size=trainers)
+    dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=trainers)
 
     def gradient() -> Tensor:
         loss = model(batches[rank]).square().mean()
@@ -121,8 +121,8 @@ def main() -> int:
         optimizer.zero_grad()
         in_one_process(batches).square().mean().backward()
         optimizer.step()
-    got, wanted = (parameters_to_vector(m.parameters()) for m in (model, in_one_process))
-    same = torch.allclose(got, wanted, rtol=1e-3, atol=1e-5)
+    got, expected = (parameters_to_vector(m.parameters()) for m in (model, in_one_process))
+    same = torch.allclose(got, expected, rtol=1e-3, atol=1e-5)
     if rank == 0:
         print(f"{ranks} ranks, the last is the server, parameters correct: {same}")
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ def time_block(step: Callable[[], object], device: torch.device) -> float:
         return event
 
     dist.barrier()  # all ranks start their clocks together
-    step()  # untimed warm-up, because the previous block has filled the caches
+    step()  # untimed: the previous block evicted this step's data from the caches
     stamps = [stamp()]
     for _ in range(STEPS):
         step()
@@ -61,7 +61,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     x = sorted(samples)
     n = len(x)
     assert n >= 6, "a 95% interval requires at least 6 samples"
-    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
+    k = 1  # the largest k with P(fewer than k of n samples are below the median) <= 2.5%
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -85,8 +85,8 @@ def main() -> int:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
-    dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    timeout = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     torch.manual_seed(dist.get_rank())  # different data on each rank; DDP sends rank 0's weights
     compiler = sys.argv[1] if len(sys.argv) > 1 else "inductor"
     dim = 512 if device.type == "cpu" else 8192
@@ -95,7 +95,7 @@ def main() -> int:
     # compiled in the first forward pass under DDP, so that torch splits the graph at its buckets
     model = DistributedDataParallel(torch.compile(net, backend=compiler))
     x = torch.randn(256, dim, device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that gradients stay the same
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that gradients can be compared
 
     def compiled() -> None:
         optimizer.zero_grad()
@@ -108,18 +108,18 @@ def main() -> int:
 
     # [/wrap]
     eager()
-    wanted: list[Any] = [p.grad for p in model.parameters()]
+    expected: list[Any] = [p.grad for p in model.parameters()]
     start = time.perf_counter()
     compiled()
     torch.get_device_module(device).synchronize()
-    first_s = time.perf_counter() - start  # includes compilation on the slowest rank
-    pairs: Any = zip([p.grad for p in model.parameters()], wanted, strict=True)
+    first_s = time.perf_counter() - start  # includes waiting for the slowest compilation
+    pairs: Any = zip([p.grad for p in model.parameters()], expected, strict=True)
     same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in pairs)
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {eager: [], compiled: []}
     for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
-        for kind in (eager, compiled) if i % 2 == 0 else (compiled, eager):
-            times[kind].append(time_block(kind, device))
+        for step_fn in (eager, compiled) if i % 2 == 0 else (compiled, eager):
+            times[step_fn].append(time_block(step_fn, device))
     saved = [a - b for a, b in zip(times[eager], times[compiled], strict=True)]
     if dist.get_rank() == 0:
         print_rows({"eager": times[eager], "compiled": times[compiled], "saved": saved})

@@ -11,6 +11,8 @@ table.
     difference          47.22   41.84 to 52.39
     3 ranks, gloo, the last is the server, parameters correct: True
 
+Here, 3 processes whose RPC threads poll share 2 cores.
+
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
@@ -90,9 +92,9 @@ def main() -> int:
         return 0
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
+    timeout = timedelta(seconds=120)  # a hang ends with an error
     dist.init_process_group(
-        backend, timeout=limit, rank=rank, world_size=trainers, device_id=device_id
+        backend, timeout=timeout, rank=rank, world_size=trainers, device_id=device_id
     )
     torch.manual_seed(rank)  # different data on each trainer
     indices, targets = torch.randint(1000, (64, 4)).to(device), torch.randint(8, (64,)).to(device)

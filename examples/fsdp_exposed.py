@@ -45,7 +45,7 @@ def time_block(step: Callable[[], object], device: torch.device) -> float:
         return event
 
     dist.barrier()  # all ranks start their clocks together
-    step()  # untimed warm-up, because the previous block has filled the caches
+    step()  # untimed: the previous block evicted this step's data from the caches
     stamps = [stamp()]
     for _ in range(STEPS):
         step()
@@ -62,7 +62,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     x = sorted(samples)
     n = len(x)
     assert n >= 6, "a 95% interval requires at least 6 samples"
-    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
+    k = 1  # the largest k with P(fewer than k of n samples are below the median) <= 2.5%
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -86,8 +86,8 @@ def main() -> int:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
-    dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    timeout = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     torch.set_flush_denormal(True)  # the twin computes with garbage; denormals would be slow
     width = 1024 if device.type == "cpu" else 8192
 
@@ -120,8 +120,8 @@ def main() -> int:
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
     for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
-        for kind in (step, local_compute) if i % 2 == 0 else (local_compute, step):
-            times[kind].append(time_block(kind, device))
+        for step_fn in (step, local_compute) if i % 2 == 0 else (local_compute, step):
+            times[step_fn].append(time_block(step_fn, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]
     if dist.get_rank() == 0:
         print_rows({"step": times[step], "local compute": times[local_compute], "exposed": exposed})

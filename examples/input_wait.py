@@ -4,7 +4,7 @@ What you will learn: how to time a step with the data loader alternately with a 
 batch, without letting the loader prefetch in between.
 
     $ torchrun --nproc-per-node 2 examples/input_wait.py
-    2 ranks, gloo, 2 workers a rank
+    2 ranks, gloo, 2 workers per rank
                     median ms   95 % interval
     step                33.32   28.16 to 39.28
     resident            18.97   15.09 to 27.52
@@ -86,7 +86,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     x = sorted(samples)
     n = len(x)
     assert n >= 6, "a 95% interval requires at least 6 samples"
-    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
+    k = 1  # the largest k with P(fewer than k of n samples are below the median) <= 2.5%
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -99,8 +99,8 @@ def main() -> None:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
-    dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    timeout = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     feed = Feed(device)
     batch = feed.next()  # the resident batch
     model = DistributedDataParallel(nn.Linear(1024, 1024).to(device))
@@ -118,11 +118,11 @@ def main() -> None:
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], None], list[float]] = {step: [], resident: []}
     for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
-        for kind in (step, resident) if i % 2 == 0 else (resident, step):
-            times[kind].append(time_burst(kind, device))
+        for step_fn in (step, resident) if i % 2 == 0 else (resident, step):
+            times[step_fn].append(time_burst(step_fn, device))
     wait = [a - b for a, b in zip(times[step], times[resident], strict=True)]
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {backend}, {WORKERS} workers a rank")
+        print(f"{dist.get_world_size()} ranks, {backend}, {WORKERS} workers per rank")
         print(f"{'':15}{'median ms':>10}   95 % interval")
         rows = {"step": times[step], "resident": times[resident], "wait": wait}
         for name, samples in rows.items():

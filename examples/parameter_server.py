@@ -82,8 +82,8 @@ def average(index: int, gradient: Tensor) -> Future[Tensor]:
 def server_hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average the gradient of a bucket on a server. It is copied through CPU memory."""
     gradient, index = bucket.buffer(), bucket.index()
-    call = rpc.rpc_async(f"server{index % SERVERS}", average, args=(index, gradient.cpu()))
-    return call.then(lambda call: call.wait().to(gradient.device))
+    future = rpc.rpc_async(f"server{index % SERVERS}", average, args=(index, gradient.cpu()))
+    return future.then(lambda future: future.wait().to(gradient.device))
 
 
 # [/hook]
@@ -106,9 +106,9 @@ def main() -> int:
         return 0
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
+    timeout = timedelta(seconds=120)  # a hang ends with an error
     dist.init_process_group(
-        backend, timeout=limit, rank=rank, world_size=TRAINERS, device_id=device_id
+        backend, timeout=timeout, rank=rank, world_size=TRAINERS, device_id=device_id
     )
     torch.manual_seed(rank)  # different data on each trainer; DDP sends rank 0's weights
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device)

@@ -11,6 +11,8 @@ step. In theory, p equal stages with m microbatches are idle for (p - 1) / (m + 
                4     17.93     54.3   23.3 to 72.1           20.0
                8     37.76     51.6   35.0 to 67.8           11.1
 
+Here it does not match: the 2 ranks share 2 cores, and gloo's messages are not free.
+
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
@@ -36,7 +38,7 @@ ROUNDS, BATCH = 16, 32  # BATCH: samples per microbatch
 def time_stage(step: Callable[[], object], device: torch.device) -> torch.Tensor:
     """Milliseconds per step, on this rank. All ranks must call it."""
     dist.barrier()  # all ranks start their clocks together
-    step()  # untimed warm-up, because the previous block has filled the caches
+    step()  # untimed: the previous block evicted this step's data from the caches
     torch.get_device_module(device).synchronize()  # no-op on the CPU
     start = time.perf_counter()
     step()
@@ -49,7 +51,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     x = sorted(samples)
     n = len(x)
     assert n >= 6, "a 95% interval requires at least 6 samples"
-    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
+    k = 1  # the largest k with P(fewer than k of n samples are below the median) <= 2.5%
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -63,8 +65,8 @@ def join() -> tuple[torch.device, str]:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
-    dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    timeout = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return device, backend
 
 
@@ -106,12 +108,14 @@ def main() -> str | None:
     parameters = list(stages[rank].parameters())
     whole = nn.Sequential(*stages)
     loss = nn.functional.mse_loss(whole(x), y)
-    want = torch.autograd.grad(loss, parameters)
+    expected = torch.autograd.grad(loss, parameters)
     steps = [build(count) for count in counts]
     silent_steps = [build(count, silent) for count in counts]
     steps[-1]()  # the whole batch, before any other step adds to the gradients
     got = [p.new_zeros(()) if p.grad is None else p.grad for p in parameters]
-    same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in zip(got, want, strict=True))
+    same = all(
+        torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in zip(got, expected, strict=True)
+    )
     gc.disable()  # a collection on one rank would delay all ranks
     step_ms: list[list[float]] = [[] for _ in counts]
     idle: list[list[float]] = [[] for _ in counts]  # percent

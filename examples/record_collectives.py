@@ -1,4 +1,4 @@
-"""Which collectives does a training step call? Record them, and replay them without the job.
+"""Which collectives does a training step call? Record them for replay.py.
 
 What you will learn: how to read torch's flight recorder, which keeps the last 2,000 collectives of
 a process with group, sizes and time. If you pass a folder, each rank writes fr_RANK.json into it,
@@ -7,12 +7,12 @@ for benchmarks/replay.py. `--ddp` uses DDP instead of FSDP2 and tensor paralleli
     $ torchrun --nproc-per-node 4 examples/record_collectives.py
     4 ranks, gloo, dp x tp = (2, 2), 3 steps recorded
     step   111.36 ms   95 % interval 91.68 to 131.46
-    op             group            MiB   a step
-    all_gather     mesh_dp        0.501        4
-    all_gather     mesh_dp        0.502        4
-    all_reduce     mesh_dp        0.501        2
-    all_reduce     mesh_dp        0.502        2
-    all_reduce     mesh_tp        0.031        3
+    op             group            MiB  per step
+    all_gather     mesh_dp        0.501         4
+    all_gather     mesh_dp        0.502         4
+    all_reduce     mesh_dp        0.501         2
+    all_reduce     mesh_dp        0.502         2
+    all_reduce     mesh_tp        0.031         3
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -84,7 +84,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     x = sorted(samples)
     n = len(x)
     assert n >= 6, "a 95% interval requires at least 6 samples"
-    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
+    k = 1  # the largest k with P(fewer than k of n samples are below the median) <= 2.5%
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -99,8 +99,8 @@ def main() -> None:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
-    dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    timeout = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     ranks = dist.get_world_size()
     shape = (ranks, 1) if ranks % 2 else (ranks // 2, 2)
     kind = "DDP" if ddp else f"dp x tp = {shape}"
@@ -121,7 +121,7 @@ def main() -> None:
     for entry in trace["entries"]:
         if entry["time_created_ns"] >= started_ns:
             numbers = sum(math.prod(shape) for shape in entry["output_sizes"])
-            mib = numbers * 4 / 2**20
+            mib = numbers * 4 / 2**20  # fp32: 4 bytes each
             op = entry["profiling_name"].split(":")[1]
             group = entry["process_group"][1]
             calls[op, group, mib] += 1
@@ -129,9 +129,9 @@ def main() -> None:
         median, low, high = median_ci(times_ms)
         print(f"{ranks} ranks, {backend}, {kind}, {RECORDED} steps recorded")
         print(f"step {median:8.2f} ms   95 % interval {low:.2f} to {high:.2f}")
-        print(f"{'op':15}{'group':12}{'MiB':>8}   a step")
+        print(f"{'op':15}{'group':12}{'MiB':>8}  per step")
         for (op, group, mib), count in sorted(calls.items()):
-            print(f"{op:15}{group:12}{mib:8.3f}{count / RECORDED:9.4g}")
+            print(f"{op:15}{group:12}{mib:8.3f}{count / RECORDED:10.4g}")
     dist.destroy_process_group()
 
 

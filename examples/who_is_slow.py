@@ -1,7 +1,8 @@
 """Which rank is slow, if all ranks report the same step time?
 
 What you will learn: in a synchronized step, fast ranks wait for the slow rank, so all step times
-are equal. Time a step without communication instead, on all ranks at once, and compare the ranks.
+are nearly equal. Time a step without communication instead, on all ranks at once, and compare the
+ranks.
 Here, `--slow 1` gives rank 1 twice the batch, so that there is a slow rank to find.
 
     $ torchrun --nproc-per-node 2 examples/who_is_slow.py --slow 1
@@ -9,6 +10,8 @@ Here, `--slow 1` gives rank 1 twice the batch, so that there is a slow rank to f
     rank   step ms   local ms   vs. other ranks   95 % interval
        0     19.96       7.06              0.60   0.48 to 0.71
        1     19.16      12.04              1.67   1.42 to 2.10   slow
+
+vs. other ranks = local time / median local time of the other ranks.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -35,7 +38,7 @@ MARGIN = 1.05  # a rank that is less than 5% slower than the other ranks is not 
 def time_each_rank(step: Callable[[], object], device: torch.device) -> list[float]:
     """Milliseconds per step, for each rank. All ranks must call it."""
     dist.barrier()  # all ranks compute at the same time, as in a training job
-    step()  # untimed warm-up, because the previous block has filled the caches
+    step()  # untimed: the previous block evicted this step's data from the caches
     torch.get_device_module(device).synchronize()  # no-op on the CPU
     start = time.perf_counter()
     for _ in range(STEPS):
@@ -53,7 +56,7 @@ def median_interval(samples: Sequence[float], miss: float) -> tuple[float, float
     n = len(x)
     rare = miss / 2 * 2**n  # out of 2**n outcomes of n coin flips
     assert rare >= 1, f"{n} samples are too few for this interval"
-    k = 1  # P(k-th smallest sample > true median) = P(fewer than k heads in n coin flips)
+    k = 1  # the largest k with P(fewer than k of n samples are below the median) <= miss / 2
     while sum(math.comb(n, i) for i in range(k + 1)) <= rare:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -73,8 +76,8 @@ def main() -> int:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    limit = timedelta(seconds=120)  # a hang ends with an error
-    dist.init_process_group(backend, timeout=limit, device_id=device_id)
+    timeout = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     width, batch = (512, 64) if device.type == "cpu" else (8192, 1024)
     # [wrap]
     layers = [nn.Linear(width, width) for _ in range(4)]

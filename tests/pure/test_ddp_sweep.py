@@ -263,3 +263,10 @@ def test_without_interleave_settings_are_not_ranked() -> None:
         "m, fp32",
     ]
     assert sentences[2].endswith("are not ranked; --interleave compares them")
+
+
+def test_powersgd_cannot_be_timed_alone() -> None:
+    """Its hook does not send the low-rank factors all at once."""
+    ddp: Any = None  # refused before it is used
+    with pytest.raises(ValueError, match="powersgd cannot be timed alone"):
+        ddp_sweep.average_alone(ddp, "powersgd")
