@@ -273,7 +273,7 @@ def wrap(
 
 def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
     """The size of each DDP bucket in bytes."""
-    # private: DDP logs a text such as "1000, 400"; seen to work with torch 2.11, 2.14 and 2.15
+    # private API; returns a text such as "1000, 400" in torch 2.11, 2.14 and 2.15
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
     return [int(size) for size in str(sizes).split(", ")]
