@@ -100,13 +100,15 @@ class Command:
                 PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != own_pid:  # this process has already ended
                 os._exit(1)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         # absolute, because the command may change its working directory, as `env -C` does
         flags = [] if self.steps else ["--json", str(self.report(number).absolute())]
         if self.steps and self.log(number).exists():
             self.log(number).rename(report.unused(f"{self.log(number)}.bak"))
         self.started_at[number] = report.now()
-        with self.log(number).open("ab") as log:  # append to the log of an earlier attempt
+        # "ab": append to the log of an earlier attempt
+        with blocked_signals() as mask, self.log(number).open("ab") as log:
             try:
                 return subprocess.Popen(
                     [*words, *flags],
@@ -358,6 +360,19 @@ def ending_children(out: str) -> Iterator[None]:
         end_children(before, 40)
         adopt_orphans(False)
     handle_signals(signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[set[int | signal.Signals]]:
+    """Let signals wait until a command has started, and yield the mask to restore in the command.
+
+    Otherwise this process might pass a signal on before the command's exec, where it is lost.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def handle_signals(handler: Any) -> None:

@@ -37,7 +37,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tabulate
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +162,7 @@ def summary(comparisons: list[dict[str, Any]]) -> str:
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for line in comparisons:
         groups.setdefault((line["condition"], line["change"]), []).append(line)
-    rows = []
+    rows: list[list[str]] = []
     for (condition, change), lines in groups.items():
         loads = [line["load"] for line in lines]
         row = [condition, f"{change:g} %", str(len(lines)), f"{statistics.fmean(loads):.1%}"]
@@ -177,7 +176,8 @@ def summary(comparisons: list[dict[str, Any]]) -> str:
     header = ["other processes", "change", "comparisons", "mean load"]
     for tool in ("ab.py", "compare.py"):
         header += [f"{tool}: wrong", "at most", "no verdict", "correct"]
-    return tabulate.tabulate(rows, header, tablefmt="github", disable_numparse=True)
+    table = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
 def main() -> None:
