@@ -24,10 +24,11 @@ def test_the_example_by_hand() -> None:
     names: dict[str, Any] = {"__name__": "x", "__file__": str(ROOT / "benchmarks" / "x.py")}
     exec(compile(EXAMPLE, "CONTRIBUTING.md", "exec"), names)
     seconds = {"step": [[3.0] * 6, [2.5] * 6], "compute": [[1.0] * 6, [2.0] * 6]}
-    case = Case(key={"size_bytes": 4}, ranks=[0, 1])
+    case = Case(key={"size_bytes": 4}, ranks=[0, 1], name="4")
     names["derive"](case, Times(seconds, [1] * 6), [[1.0], [1.0]])
     assert case.metrics == {"time_s": Estimate(3, 3, 3), "exposed_s": Estimate(1, 1, 1)}
     assert case.check == "passed"
+    assert names["answer"]([case]) == "exposed: 1.00 s (1.00 to 1.00) at 4 bytes"
     names["derive"](case, Times(seconds, [1] * 6), [[1.0], [0.0]])
     assert case.failed
 
@@ -51,7 +52,7 @@ def test_the_example_runs_and_breaks_no_other_test(
     too_small, measured = run.report.cases
     assert too_small.check.startswith("failed: ValueError: 2 bytes are too few for a float32")
     assert measured.check == "passed"
-    assert "largest exposed time: " in run.out
+    assert "# exposed: " in run.out
 
     sources = {path: path.read_text() for path in checkout.glob("tests/pure/*.py")}
     files = [
