@@ -1,7 +1,6 @@
 """The gates of docs/compare.md: git bisect, a training loop that writes a report, a GitHub
 workflow, a stored baseline, and the exit statuses."""
 
-import json
 import os
 import re
 import shlex
@@ -9,9 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +17,12 @@ import yaml
 from analysis.ab import add_flags
 from analysis.compare import STATUSES
 from common.cli import Parser
-from common.cpu_load import CpuLoad
 from common.report import load
-from tests.process import ROOT
+from tests.process import ROOT, free_port
 from tests.pure.reports import SIGNALS
 
 PAGE = (ROOT / "docs" / "compare.md").read_text()
-# The 5th of 6 commits is slow. The 3rd has no verdict; it is tried first and skipped.
+# The 5th of 6 commits is slow. The 3rd has no verdict; git tries it first, and skips it.
 BISECT = """
 git init -q . && git config user.name x && git config user.email x@example.org
 for number in 1 2 3 4 5 6; do echo $number >number; git add . && git commit -qm $number; done
@@ -35,7 +31,10 @@ git bisect start HEAD HEAD~5 && git bisect run bash ../bisect.sh && git bisect l
 AB = """
 printf "%s\\n" "$@" >"$OUT"
 read -r number <number
-case $number in 3) exit 4 ;; 5 | 6) exit 1 ;; esac
+case $number in
+    3) echo "$THIRD"; exit "$THIRD_STATUS" ;;
+    5 | 6) echo "# --fail-on slower: failed (1 failed, 2 slower [load not recorded])"; exit 1 ;;
+esac
 """
 
 
@@ -60,7 +59,15 @@ def bash(folder: Path, script: str, cwd: Path, **variables: str) -> tuple[int, s
     return done.returncode, done.stdout.decode()
 
 
-def test_git_bisect_finds_the_slow_commit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("third_status", "third"),
+    [
+        ("4", "# --fail-on slower: no verdict (1 undecided)"),
+        ("1", "# --fail-on slower: failed (1 failed)"),  # a case failed
+        ("1", ""),  # a run failed, or the disk is full
+    ],
+)
+def test_git_bisect_finds_the_slow_commit(tmp_path: Path, third_status: str, third: str) -> None:
     repository = tmp_path / "a repository"
     repository.mkdir()
     (tmp_path / "bisect.sh").write_text(block("#!/usr/bin/env bash"))
@@ -68,6 +75,7 @@ def test_git_bisect_finds_the_slow_commit(tmp_path: Path) -> None:
     program(tmp_path, "python", AB)
     out = tmp_path / "words"
     variables = {"MEASURE": "measure -b 8", "TOOLS": "/t", "GOOD": "a good one", "OUT": str(out)}
+    variables |= {"THIRD_STATUS": third_status, "THIRD": third}
     status, printed = bash(tmp_path, BISECT, repository, **variables)
     assert status == 0, printed
     assert re.search(r"\n# skip: \[\w+\] 3\n(.*\n)*# first bad commit: \[\w+\] 5\n$", printed)
@@ -79,23 +87,37 @@ def test_git_bisect_finds_the_slow_commit(tmp_path: Path) -> None:
     assert (args.a, args.b) == (("", "env -C 'a good one' measure -b 8"), [("", "measure -b 8")])
 
 
-def test_a_training_loop_can_write_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = block('head = {"schema": "torchrun-bench/3", "benchmark": "my_training"}')
-    names = {"json": json, "os": os, "sys": sys, "datetime": datetime, "UTC": UTC}
-    names |= {"torch": SimpleNamespace(__version__="2.15.0"), "step_times": [0.1, 0.3, 0.2]}
-    names["load"] = CpuLoad()
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(sys, "argv", ["train.py", "--json", str(tmp_path / rank)])
-        exec(lines, names)
-    report = load(str(tmp_path / "0"))
+@pytest.mark.parametrize(("status", "expected"), [(2, 255), (130, 255), (0, 0)])
+def test_incorrect_usage_ends_the_bisection(tmp_path: Path, status: int, expected: int) -> None:
+    script = block("#!/usr/bin/env bash")
+    program(tmp_path, "measure", "")
+    program(tmp_path, "python", f"exit {status}")
+    program(tmp_path, "git", "echo abc")
+    variables = {"MEASURE": "measure", "TOOLS": "/t", "GOOD": "/g", "OUT": str(tmp_path / "out")}
+    assert bash(tmp_path, f"set +e\n{script}", tmp_path, **variables) == (expected, "")
+
+
+def test_a_training_loop_can_write_a_report(tmp_path: Path) -> None:
+    """The program of the page, as it is, on two ranks."""
+    (text,) = re.findall(r"^```python\n(import argparse\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(text)
+    shutil.copy(ROOT / "common" / "cpu_load.py", tmp_path)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "train.py", "--json", "report.jsonl", "--lr", "0.1"]
+    ranks = [
+        subprocess.Popen(command, cwd=tmp_path, env=os.environ | world | {"RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    report = load(str(tmp_path / "report.jsonl"))
     assert (report.benchmark, report.status) == ("my_training", "complete")
-    assert report.cases[0].samples_s == {"step": [[0.1, 0.3, 0.2]]}
+    assert len(report.cases[0].samples_s["step"][0]) == 50
     ((busy, cores),) = report.end["others"]
     assert 0 <= busy <= cores
-    assert not (tmp_path / "1").exists()
 
 
 # -- the workflow of the page, in a scratch repository ---------------------------------------------
@@ -156,7 +178,8 @@ class Github:
     """A runner: a checkout with two commits, a checkout of this project, and the variables."""
 
     def __init__(self, folder: Path, seconds: str, **variables: str) -> None:
-        self.folder, self.job = folder, workflow()["jobs"]["speed"]
+        self.folder, jobs = folder, workflow()["jobs"]
+        self.job, self.neutral = jobs["speed"], jobs["neutral"]
         self.workspace, self.temp = folder / "work", folder / "a runner temp"
         for path in (self.workspace, self.temp, folder / "bin"):
             path.mkdir()
@@ -173,19 +196,27 @@ class Github:
             "RUNNER_TEMP": str(self.temp),
             "GITHUB_REPOSITORY": "me/mine",
             "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+            "GITHUB_OUTPUT": str(folder / "output"),
             "LOG": str(folder / "calls"),
             "GH_STATUS": "0",
             **variables,
         }
 
     def run(self) -> tuple[int, str]:
-        """Run all `run:` scripts as GitHub does. Returns exit status and stdout of the last one."""
+        """Run all `run:` scripts as GitHub does. Returns exit status and stdout of the last one of
+        each job."""
         assert workflow()["defaults"]["run"]["shell"] == "bash"
         status, printed = 0, ""
+        stand_ins, output = self.folder / "bin", self.folder / "output"
         for step in self.job["steps"]:
             if status == 0 and "run" in step:
-                stand_ins, script = self.folder / "bin", step["run"]
-                status, printed = bash(stand_ins, script, self.workspace, **self.variables)
+                assert "env" not in step
+                status, printed = bash(stand_ins, step["run"], self.workspace, **self.variables)
+        if status == 0 and output.exists() and output.read_text() == "verdict=none\n":
+            (step,) = self.neutral["steps"]
+            env = {name: evaluated(value) for name, value in step["env"].items()}
+            status, more = bash(stand_ins, step["run"], self.temp, **self.variables, **env)
+            printed += more
         return status, printed
 
     def calls(self) -> list[str]:
@@ -193,14 +224,25 @@ class Github:
 
 
 def test_what_the_workflow_uses_of_github() -> None:
-    """The checkouts are where the scripts expect them, and the token cannot write code."""
+    """The checkouts are where the scripts expect them. Code of a pull request gets no token that
+    can write: permissions are those of a job, and its environment is that of all its steps."""
     content = workflow()
-    first, second, python, *others = content["jobs"]["speed"]["steps"]
+    speed, neutral = content["jobs"].values()
+    first, second, python, *others = speed["steps"]
     assert [step["uses"] for step in (first, second)] == ["actions/checkout@v4"] * 2
-    assert first["with"] == {"fetch-depth": 2}  # the merge commit and its parents
+    assert first["with"]["fetch-depth"] == 2  # the merge commit and its parents
     assert second["with"]["path"] == "torchrun-bench"
+    assert not first["with"]["persist-credentials"]
+    assert not second["with"]["persist-credentials"]
     assert python["uses"].startswith("actions/setup-python@")
-    assert content["permissions"] == {"contents": "read", "checks": "write"}
+    assert content["permissions"] == {"contents": "read"}
+    assert "permissions" not in speed
+    assert "token" not in str(speed)
+    assert neutral["permissions"] == {"checks": "write"}
+    assert (neutral["needs"], neutral["if"]) == ("speed", "needs.speed.outputs.verdict == 'none'")
+    assert speed["outputs"] == {"verdict": "${{ steps.compare.outputs.verdict }}"}
+    assert [step["id"] for step in speed["steps"] if "id" in step] == ["compare"]
+    assert not any("uses" in step for step in neutral["steps"])  # no checkout
     assert set(content[True]) == {"pull_request", "workflow_dispatch"}  # YAML 1.1: `on` is true
     upload = others[-1]
     assert (upload["if"], upload["with"]["path"]) == ("always()", "${{ runner.temp }}/speed")
@@ -249,7 +291,7 @@ def test_a_fork_gets_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> No
     assert status == 0
     assert "::notice title=speed::no verdict" in printed
     assert printed.endswith(
-        "the token is read-only: there is no neutral check, only the notice above\n"
+        "the token is read-only: there is no neutral check, only the notice of the job speed\n"
     )
 
 

@@ -248,7 +248,8 @@ LOGS: dict[str, tuple[str, list[float]]] = {
     "tqdm": (TRAINER, [1.27]),
 }
 PAGE = (ROOT / "docs" / "compare.md").read_text()
-ROWS = re.findall(r"^\| ([\w -]+) \| `(--step .+)` \|", PAGE.replace(r"\|", "|"), re.MULTILINE)
+ROWS = re.findall(r"^\| ([\w -]+) \| `(--step .+)` \|", PAGE, re.MULTILINE)
+ROWS += [("tqdm", words) for words in re.findall(r"^    (--step .+)$", PAGE, re.MULTILINE)]
 
 
 def test_each_pattern_of_the_page_has_a_sample_log() -> None:
