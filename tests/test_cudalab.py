@@ -267,7 +267,7 @@ ROWS = [
         variables={"CUDALAB_MEMORY_GIB": "1"}),
     Row("refused -G on the CPU", 2, f"{ONE} --device cpu -G 3", (1, 2),
         ("-G requires CUDA",)),
-    Row("refused -G with -I", 2, f"{ONE} -G 3 -I 1", (1, 2), ("-I shows single calls",)),
+    Row("refused -G with -I", 2, f"{ONE} -G 3 -I 1", (1, 2), ("-I cannot be used with -G",)),
     Row("refused cudagraphs", 2, f"{COMPILE} --device cpu --backends cudagraphs", (1, 2),
         ("require CUDA",)),
     Row("refused both devices", 3, f"{PS} --ntrainer 1 --ncudatrainer 1 --nserver 1", (1, 2),
