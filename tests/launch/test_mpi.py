@@ -83,8 +83,14 @@ def test_mpirun_on_a_third_host(lab: Lab, checkout: Path, launcher: str) -> None
     ("launcher", "what", "want", "status"),
     [
         (MPICH, '[ "$RANK" = 0 ] || kill -KILL $$', "mpi_env.sh: rank 1 on node1: SIGKILL", 9),
-        # Ctrl-C: mpirun ends its ranks by SIGTERM. A shell that gets it just before `wait` waits on
-        (OPEN, '{ [ "$RANK" = 1 ] || { sleep 1; kill -INT $PPID; }; } & :', "rank 0: SIGTERM", 1),
+        # Ctrl-C: mpirun ends its ranks by SIGTERM. A shell misses it if one of its background jobs
+        # ends at the same moment, so the job that sends Ctrl-C sleeps on
+        (
+            OPEN,
+            '{ [ "$RANK" = 1 ] || { sleep 1; kill -INT $PPID; sleep 5; }; } & :',
+            "rank 0: SIGTERM",
+            1,
+        ),
     ],
 )
 def test_all_ranks_end_with_one(

@@ -99,7 +99,8 @@ import os, subprocess, sys
 variables = os.environ | {"RANK": "0", "TORCHELASTIC_RUN_ID": "a run"}
 command = [sys.executable, "-c", "print(flush=True); input()"]
 direct = subprocess.Popen(command, stdin=0, stdout=subprocess.PIPE)
-wrapped = ["sh", "-c", '"$@" & echo $!; wait', "sh", *command]
+# a shell gives background commands /dev/null as stdin: pass its own explicitly, so that they wait
+wrapped = ["sh", "-c", 'exec 3<&0; "$@" <&3 & echo $!; wait', "sh", *command]
 wrapper = subprocess.Popen(wrapped, stdin=0, stdout=subprocess.PIPE, env=variables)
 print(direct.pid, wrapper.pid, int(wrapper.stdout.readline()), flush=True)
 input()
