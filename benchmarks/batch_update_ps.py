@@ -7,7 +7,7 @@ server averages them, takes one SGD step, and sends the new parameters to all wa
 
     step          compute gradients, send them, wait for the reply
     latency       the part of a step from sending the gradients until the new parameters are set
-    gradients/s = gradients of all trainers / sum over blocks of the seconds until the last trainer
+    gradients/s = median over blocks of: gradients of all trainers / seconds until the last trainer
                   has finished
     updates/s   = gradients/s / mean number of gradients per update
     MB/s        = gradients/s * 2 * bytes of the parameters (request and reply, without the overhead

@@ -17,8 +17,8 @@ A `running` server accumulates gradients as they arrive; a `batch` server collec
 reduces. Both reply when the last gradient of a bucket has arrived.
 
     step       time of an iteration on its slowest trainer. rpc grouped, where trainers of different
-               servers do not wait for each other: seconds until the last trainer has finished a
-               block / steps in the block
+               servers do not wait for each other: median over blocks of the seconds until the last
+               trainer has finished the block / steps in the block
     samples/s  trainers * batch size / step
     hook       from the launch of a step's first bucket until its last bucket is averaged, on the
                slowest trainer

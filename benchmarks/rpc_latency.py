@@ -20,7 +20,7 @@ host and device that are necessary if only one side is on CUDA:
                      has arrived
     p50 .. p99       percentiles of the slowest caller (callers do not wait for each other within a
                      block)
-    calls/s          calls of all callers / sum over blocks of the seconds from the common start
+    calls/s          median over blocks of: calls of all callers / seconds from the common start
                      until the last caller has finished
     GB/s             calls/s * payload for one way, twice that for a round trip
 

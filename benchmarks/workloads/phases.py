@@ -150,8 +150,8 @@ def unaligned_metrics(
 
     Returns the metrics `{prefix}_s` (the median of the slowest worker), `{prefix}_slowest` (its
     row) and percentiles (each of the worker for which it is largest), followed by the samples per
-    second of all workers: a block lasts until its last worker has finished. The interval of the
-    rate is over blocks. rounds: iterations per block, n in total.
+    second of all workers together: the median of the blocks' rates with its interval. A block lasts
+    until its last worker has finished. rounds: iterations per block, n in total.
     """
     x = np.asarray(samples)
     slowest = int(np.argmax(np.median(x, axis=1)))
@@ -164,4 +164,4 @@ def unaligned_metrics(
     blocks_s = [float(block.sum(axis=1).max()) for block in blocks]
     rates = [block.size / block_s for block, block_s in zip(blocks, blocks_s, strict=True)]
     low, high = interval_of_rounds(rates) or (None, None)
-    return metrics, telling(Estimate(x.size / sum(blocks_s), low, high))
+    return metrics, telling(Estimate(float(np.median(rates)), low, high))

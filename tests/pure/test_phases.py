@@ -81,13 +81,20 @@ def test_rows_of_workers() -> None:
 
 
 def test_workers_that_do_not_wait_for_each_other() -> None:
-    """In blocks of one step the slower worker takes 2 s five times and 4 s once: 12 samples in 14
-    s."""
+    """In blocks of one step the slower worker takes 2 s five times and 4 s once. Five blocks have 2
+    samples in 2 s, and one has 2 samples in 4 s."""
     metrics, rate = unaligned_metrics([[1.0] * 5 + [4.0], [2.0] * 6], [1] * 6, "step")
     assert metrics["step_s"] == Estimate(2.0, 2.0, 2.0)
     assert metrics["step_slowest"] == 1
     assert metrics["step_p95_s"] == pytest.approx(3.25)  # of the other worker
-    assert rate == Estimate(12 / 14, 0.5, 1.0)
+    assert rate == Estimate(1.0, 0.5, 1.0)
+
+
+def test_a_rate_is_within_its_interval() -> None:
+    """One block takes 100 s and the other 39 take 1 s. The mean rate, 40 samples in 139 s, would be
+    outside the interval of the median, 1 to 1."""
+    _, rate = unaligned_metrics([[1.0] * 39 + [100.0]], [1] * 40, "call")
+    assert rate == Estimate(1.0, 1.0, 1.0)
 
 
 def test_six_rounds_always_have_an_interval() -> None:
