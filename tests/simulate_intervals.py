@@ -129,9 +129,9 @@ def says_two_modes(factor: float, rng: Rng) -> bool:
 # name -> function, how many times as long the slow one takes, promised rate (at most or at least)
 VERDICTS: dict[str, tuple[Any, float, float]] = {
     "straggler, healthy": (says_straggler, 1.0, 0.05),
-    "straggler, 30 % slow": (says_straggler, 1.3, 0.9),
+    "straggler, 30% slow": (says_straggler, 1.3, 0.9),
     "outlier, healthy": (says_outlier, 1.0, 0.01),
-    "outlier, 20 % slow": (says_outlier, 1.2, 0.9),
+    "outlier, 20% slow": (says_outlier, 1.2, 0.9),
     "two modes of one": (says_two_modes, 1.0, 0.02),
     "two modes, 10 times": (says_two_modes, 10.0, 0.9),
 }
@@ -145,11 +145,11 @@ def frequency(name: str, series: int) -> float:
 
 
 def main() -> None:
-    print(f"{'series':18} {'holds':>7} {'promised':>9} {'shown':>7}")
+    print(f"{'series':18} {'covered':>7} {'threshold':>9} {'shown':>7}")
     for name, (_, promised, _) in CASES.items():
         holds, shown = coverage(name, 4000)
         print(f"{name:18} {holds:7.1%} {promised:9.0%} {shown:7.1%}")
-    print(f"\n{'verdict':22} {'said':>7} {'promised':>9}")
+    print(f"\n{'verdict':22} {'given':>7} {'threshold':>9}")
     for name, (_, factor, promised) in VERDICTS.items():
         most = "<=" if factor == 1 else ">="
         print(f"{name:22} {frequency(name, 2000):7.1%} {most:>4} {promised:4.0%}")

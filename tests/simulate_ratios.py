@@ -3,11 +3,11 @@ Both are quotients of two printed times. Rounds of two steps with a ratio of 0.8
 
     python tests/simulate_ratios.py          the table of docs/measuring.md, a minute
 
-steady      samples differ by 5 %
-drift       the machine becomes 30 % slower over the run, for both steps alike
+steady      samples differ by 5%
+drift       the machine becomes 30% slower over the run, for both steps alike
 outliers    one block in ten takes twice as long
-neighbour   another process runs intermittently, in phases of half a block, 3, 10 or 30 blocks on
-            average, and slows the steps down by 50 %
+neighbor    another process runs intermittently, in phases of half a block, 3, 10 or 30 blocks on
+            average, and slows the steps down by 50%
 
 medians: the quotient of the medians over all iterations, with a bootstrap interval: rounds are
 drawn 300 times with replacement, and the deviation of the logarithms is scaled by Student's t.
@@ -28,7 +28,7 @@ from common.stats import Times, student
 RATIO, NOISE = 0.8, 0.05
 Rng = np.random.Generator
 Samples = NDArray[np.float64]  # [rounds, iterations of a block]
-WORLDS = ("steady", "drift", "outliers", *(f"neighbour, {x:g}" for x in (0.5, 3, 10, 30)))
+WORLDS = ("steady", "drift", "outliers", *(f"neighbor, {x:g}" for x in (0.5, 3, 10, 30)))
 SIZES = ((6, 8), (12, 4), (24, 4))  # rounds, iterations of a block
 
 
@@ -40,7 +40,7 @@ def level(world: str, rounds: int, block: int, rng: Rng) -> Samples:
         slow = np.linspace(1, 1.3, count)
     if world == "outliers":
         slow = np.repeat(np.where(rng.random(2 * rounds) < 0.1, 2.0, 1.0), block)
-    if world.startswith("neighbour"):
+    if world.startswith("neighbor"):
         phase, is_on, at = float(world.split()[1]) * block, rng.random() < 0.5, 0
         while at < count:
             length = max(1, int(rng.exponential(phase)))
@@ -92,7 +92,7 @@ def judged(name: str, world: str, rounds: int, block: int, runs: int) -> tuple[f
 
 
 def main() -> None:
-    print(f"{'world':16} {'rounds':>6}   " + "   ".join(f"{name:>16}" for name in ESTIMATORS))
+    print(f"{'machine':16} {'rounds':>6}   " + "   ".join(f"{name:>16}" for name in ESTIMATORS))
     for world in WORLDS:
         for rounds, block in SIZES:
             cells = []

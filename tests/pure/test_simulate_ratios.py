@@ -13,5 +13,5 @@ def test_coverage_of_the_interval_of_a_ratio(world: str) -> None:
 
 
 def test_varying_load_widens_medians_more() -> None:
-    widths = [judged(name, "neighbour, 3", 12, 4, 60)[1] for name in ("geometric means", "medians")]
+    widths = [judged(name, "neighbor, 3", 12, 4, 60)[1] for name in ("geometric means", "medians")]
     assert widths[0] < 0.7 * widths[1]
