@@ -186,7 +186,7 @@ def test_the_looks_of_a_race_share_the_error_rate(tmp_path: Path) -> None:
 def test_the_page_describes_every_entry(tmp_path: Path) -> None:
     """And no entry that does not exist."""
     page = (ROOT / "docs" / "compare.md").read_text()
-    tables = re.findall(r"^\| entry \| \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    tables = re.findall(r"^\| entry \| content \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     first_cells = re.findall(r"^\| (.*?) \|", "".join(tables), re.MULTILINE)
     named = set(re.findall(r"`(\w+)`", "".join(first_cells)))
     content, _ = document(*two_sides(tmp_path), "--fail-on", "slower")
