@@ -84,9 +84,11 @@ end_step() {
 
 # Terminates srun GIVE_UP_S seconds after the last rank on this node has ended. This requires that the
 # wrapper runs on a node of the job, as it does in sbatch. With salloc it may run on a login node,
-# where no rank ever starts; then nothing is terminated. srun waits for the
-# exit status of every task. A node that is cut off sends none, so srun would wait until Slurm
-# declares the node dead or, if Slurm still reaches the node, until the time limit.
+# where no rank ever starts; then nothing is terminated.
+#
+# The reason: srun waits for the exit status of every task. A node that is cut off sends none, so srun
+# would wait until Slurm declares the node dead or, if Slurm still reaches the node, until the time
+# limit.
 give_up() {
     local began='' quiet=0
     while ((quiet < GIVE_UP_S)); do
