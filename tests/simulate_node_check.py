@@ -165,7 +165,7 @@ def slower(name: str) -> float:
 
 
 def main() -> None:
-    columns = "planted slowdown | not fit | no verdict | only the slow one named"
+    columns = "injected slowdown | not fit | no verdict | only the slow one named"
     print(f"| simulated noise: 8 ranks, or links of 8 nodes | {columns} |")
     print("|---|---|---|---|---|")
     for name, world in WORLDS.items():
