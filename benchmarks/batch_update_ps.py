@@ -6,7 +6,8 @@ them to the server, and waits for the reply. When `--batch-update-size` gradient
 server averages them, takes one SGD step, and sends the new parameters to all waiting trainers.
 
     step          compute gradients, send them, wait for the reply
-    latency       the part of a step from sending the gradients until the new parameters are set
+    latency       the part of a step from sending the gradients until the trainer has installed the
+                  new parameters
     gradients/s = median over blocks of: gradients of all trainers / seconds until the last trainer
                   has finished
     updates/s   = gradients/s / mean number of gradients per update
@@ -70,7 +71,7 @@ SIZES = {  # by flag: default, help
 }
 CHECKED_STEPS = 20
 MAX_LOGGED = 300  # number of most recent updates of a case that the report keeps
-# relative to the largest change of a parameter; a lost gradient changes 1 in 20 * trainers of it
+# relative to the largest change of a parameter, of which a lost gradient is 1 / (20 * trainers)
 TOLERANCE = 1e-4
 
 
@@ -89,13 +90,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--log-updates", action="store_true", help=text)
     add_rpc_flags(parser, server_device="cpu", stragglers=True)
     add_common_flags(parser)
-    parser.set_defaults(backend="gloo")  # only for barriers and the check: the timed calls use RPC
+    parser.set_defaults(backend="gloo")  # for barriers and the check only: the timed calls use RPC
     return parser.parse_args(argv)
 
 
 # [core]
 # An update in the server's log. trainers: in the order in which their gradients arrived; came_s:
-# time of each arrival; updated_s: time of the update. Times are seconds since the server started.
+# times of these arrivals; updated_s: time of the update. In seconds since the server started.
 Update = dict[str, Any]
 
 
@@ -167,7 +168,7 @@ class BatchUpdateServer:
             self.waiting.append(trainer)
             self.came_s.append(self.now_s())
             self.sent[trainer] += 1
-            # fewer gradients suffice if no trainer is behind: there may be no further gradients
+            # fewer gradients suffice if no trainer is behind: no further ones may arrive
             if len(self.waiting) == self.update_size or not self.missing():
                 # no copy needed if all trainers wait: gradients arrive only after the reply
                 in_place = len(self.waiting) == len(self.sent) and self.device == gradient.device
@@ -189,7 +190,7 @@ class BatchUpdateServer:
         return round(perf_counter() - self.start_s, 6)
 
     def missing(self) -> list[int]:
-        """The trainers that are behind: they have sent fewer gradients and are not waiting."""
+        """The trainers that have sent fewer gradients than other trainers and are not waiting."""
         most = max(self.sent)
         late = [trainer for trainer, count in enumerate(self.sent) if count < most]
         return [trainer for trainer in late if trainer not in self.waiting]
@@ -204,7 +205,7 @@ class BatchUpdateServer:
         self.waiting, self.came_s = [], []
 
 
-SERVER: list[BatchUpdateServer] = []  # the server of this process, if it is one
+SERVER: list[BatchUpdateServer] = []  # the server, if this process is one
 
 
 def start_server(inputs: int, outputs: int, trainers: int, update_size: int, device: str) -> None:
@@ -264,7 +265,7 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, timeout_s: fl
         rpc.rpc_sync("server0", start_server, args=(*sizes, server_device))
     batches = batches_of(key, trainer).to(device)
     model = model_of(key).to(device)
-    create_optimizer(model)  # imports parts of torch, which must not delay a first step
+    create_optimizer(model)  # imports parts of torch; the first step must not include that
     gradients_of(model, batches[0])
     # After this barrier the server has the same model and all trainers are ready to send gradients.
     # Without it, trainers would time out while another one is still setting up.
@@ -364,7 +365,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     metrics["log"] = updates[-MAX_LOGGED:]
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 COLUMNS: Columns = {
     "payload": lambda case: case.name,
@@ -404,14 +405,14 @@ def answer(cases: list[Case]) -> str:
     return f"the server performs {side_by_side(rates, 'updates/s')}"
 
 
-# -- which cases -----------------------------------------------------------------------------------
+# -- the cases -------------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, roles: Roles) -> list[Planned]:
     """A case for each payload."""
     trainers = len(roles.trainers)
     size = args.batch_update_size or trainers
-    if size > trainers:  # such an update would never be complete: a trainer sends one, then waits
+    if size > trainers:  # it would never be complete: a trainer sends one gradient, then waits
         limit = f"expected at most the number of trainers ({trainers})"
         refuse(f"--batch-update-size: {limit}, got {size}; try {trainers}")
     fixed: Key = {name: getattr(args, name) for name in SIZES}

@@ -486,7 +486,7 @@ class Facts(TypedDict):
 
 
 def build(bench: Benchmark, folders: dict[str, str], key: Key, group: Group) -> Workload:
-    """Measure a case with a loop of its own, because the number of steps varies by checkpoint.
+    """Measure a case with a separate loop, because the number of steps varies between checkpoints.
 
     folders: the folder that this run has created in each path.
     """
@@ -669,7 +669,7 @@ def answer(cases: list[Case]) -> str:
     return sentence + (advice if others else "")
 
 
-# -- which cases -----------------------------------------------------------------------------------
+# -- the cases -------------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, ranks: int) -> dict[str, list[Planned]]:

@@ -10,7 +10,7 @@
     #wrong  = number of values that differ from the expected ones; must be 0
     i_...   = with -I 1, the minimum, maximum and 99th percentile (nearest rank) of the samples, and
               their standard deviation in percent of the mean
-    +-%     = distance from the time to the farther end of its 95 % interval, for the variant with
+    +-%     = distance from the time to the farther end of its 95% interval, for the variant with
               the wider interval
     --beside  measures two collectives at the same time, each in its own group. both / longer is
               their time divided by the longer time of the two alone: 1 if neither slows the other.
@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import numpy as np
@@ -66,7 +66,7 @@ MAX_SIZES = 10_000  # per table
 MAX_CALLS = 20  # per sample on CUDA, without -n
 SAMPLE_BYTES = 2**32  # limit on the bytes of a sample, without -n
 UNSURE = 0.5  # half-width of an interval, as a fraction of the time, beyond which it is too wide
-GONE = {  # flags of nccl-tests that this script does not have -> what to use instead
+GONE = {  # flags of nccl-tests that are not available -> what to use instead
     **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
     **dict.fromkeys(("-a", "--average"), "the maximum over ranks is printed; --json stores all"),
     **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
@@ -200,7 +200,7 @@ def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, lis
         unit = itemsize * max(operation.parts(ranks))  # bytes per element of a part
         cases: list[Planned] = []
         for count in dict.fromkeys(max(1, size // unit) for size in sizes):
-            size = count * unit  # rounded down to what the ranks can share evenly
+            size = count * unit  # rounded down to a size that the ranks can share evenly
             calls = max(1, int(min(max_calls, max_bytes // size)))
             key = table | {"size_bytes": size, "count": count, "calls": calls}
             name_of_case = f"{kind_of(table)}, {size} bytes"
@@ -245,7 +245,7 @@ def unsupported(key: Key, job: Job) -> str | None:
 
 # [core]
 Buffers = list[tuple[Tensor, Tensor]]  # input and output of consecutive calls
-COLD_BYTES = 2**28  # memory that consecutive calls use in turn: larger than the caches
+COLD_BYTES = 2**28  # memory over which consecutive calls cycle: larger than the caches
 MAX_BUFFERS = 4096  # limit on the number of buffers in it
 ALIGNMENT = 64  # in elements: every buffer begins at a multiple of it
 
@@ -298,7 +298,7 @@ def pairs(src: Tensor, dst: Tensor) -> Buffers:
 
 
 def cycling(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Callable[[], object]:
-    """A function that calls `call` with the next buffers each time, over and over."""
+    """A function that calls `call` with the next buffers each time, cyclically."""
     endless = itertools.cycle(buffers)
 
     def call_next() -> object:
@@ -353,7 +353,7 @@ def repeat(call: Step, times: int) -> None:
 
 
 def check(key: Key, member: Member, checked: Buffers, group: Group) -> int:
-    """Repeat the calls of a sample, each on a buffer of its own, and count the wrong values."""
+    """Repeat the calls of a sample, each on a separate buffer, and count the wrong values."""
     step = step_of(key | {"calls": len(checked)}, member, checked)
     for src, dst in checked:
         operations.fill(src, dst, member)
@@ -518,8 +518,8 @@ def measured_variants(case: Case) -> list[str]:
 
 
 class ScanTable(Table):
-    """The table of nccl-tests, in a layout that other tools parse. The interval is in a column of
-    its own at the end."""
+    """The table of nccl-tests, in a layout that other tools parse. The interval is in an additional
+    column at the end."""
 
     def __init__(self, per_iter_timing: bool = False) -> None:
         super().__init__({})
@@ -635,7 +635,7 @@ def answer(limit: float | None, cases: list[Case]) -> str:
         return f"{name}: {shortest}; a single rank has no bus bandwidth"
     at = rates.index(peak)
     bandwidth = f"bus bandwidth {peak.text('GB/s')}"
-    # not on GPUs: with NVLS the switch adds up, so that a rank sends less than the formula assumes
+    # not on GPUs: with NVLS the switch computes sums, so a rank sends less than the formula assumes
     if limit and rows[0].key["device"] == "cpu" and peak.above(limit):
         return Disturbed(f"{name}: {bandwidth} at {sizes[at]} bytes exceeds --limit {limit:g}")
     if len(rows) == 1:

@@ -18,12 +18,13 @@ rank starts with an empty folder. Two more steps are interleaved with the step o
     first step   the first step, which includes compilation
     vs eager   = eager / step
     payback    = compiling / gain of a step: the number of steps after which compiling pays off
-    compiling  = start of the backend + first 3 steps - 3 eager;   gain of a step = eager - step
+    compiling  = start of the backend + first 3 steps - 3 eager steps
+    gain of a step = eager - step
 
     --interleave times all strategies and backends in alternating blocks within one case: whole
                  steps only, each with its own replica of the model
     vs first   = step of the first setting / step of this setting. For k settings, all k - 1
-                 intervals hold simultaneously with 95 % confidence: each of them has a confidence
+                 intervals hold simultaneously with 95% confidence: each of them has a confidence
                  of 1 - 0.05 / (k - 1)
 
 gmean is the geometric mean over rounds of block medians.
@@ -55,7 +56,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import torch
@@ -187,9 +188,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def backend_list(text: str) -> list[str]:
-    """The value of --backends. Listing them takes torch a second, so --help does not list them."""
+    """The value of --backends. Torch needs a second to list them, so --help does not."""
     known = {*torch.compiler.list_backends(exclude_tags=())} - {"eager"}  # here dynamo_eager
-    usable = [name for name in sorted(known) if "TESTING" not in name]  # those fail by design
+    usable = [name for name in sorted(known) if "TESTING" not in name]  # those fail on purpose
     return list(cli.list_of(backend_name, ["eager", "dynamo_eager", *usable])(text))
 
 
@@ -211,8 +212,8 @@ Batch = tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor]]
 
 
 class Layer(nn.Linear):
-    """Linear, then ReLU. It is no nn.Sequential, because under FSDP2 dynamo compiles the forward of
-    each layer, and it skips a forward that is defined in torch.nn."""
+    """Linear, then ReLU. Not an nn.Sequential, because under FSDP2 dynamo compiles the forward of
+    each layer, and skips a forward that is defined in torch.nn."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
@@ -290,7 +291,7 @@ def compile_by(backend: str, model: Any) -> Any:
 
 
 def loss_of(model: nn.Module, batch: Batch, bf16: bool = False) -> Tensor:
-    """The loss of a batch. bf16: under autocast, which is entered for each call: until it is exited
+    """The loss of a batch. bf16: under autocast, which is entered and exited in each call, because
     it caches the weights that it has cast, and a step changes the weights."""
     args, kwargs, loss = batch
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=bf16):
@@ -508,7 +509,7 @@ def build(bench: Benchmark, start_s: dict[str, float], key: Key, group: Group) -
     alone = reference_of(task, key["dtype"], ranks) if bench.job.rank == 0 else None
     wanted: Reference | str = agree(alone, group)
     mesh = dist.DeviceMesh.from_group(group.test, device.type)
-    forget_groups(mesh)  # otherwise caches keep the group open when a later case aborts it
+    forget_groups(mesh)  # otherwise caches would keep the group open when a later case aborts it
     settings = settings_of(key)
     replicas: list[Replica] = []
     for number, setting in enumerate(settings):
@@ -557,7 +558,7 @@ def make_replica(
         layers = recompute(model, layers)
     units = layers if key["fsdp_wrap"] else []
     model = wrap(model, strategy, mesh, units, bf16)
-    reset_peak(device)  # excludes the full model, from which FSDP has cut the shards
+    reset_peak(device)  # excludes the full model, which FSDP has sharded
     compiled, batch = compile_by(key["compiler"], model), batches[rank % BATCHES]
     if task.optimize:
         optimizer = task.optimize(model.parameters())
@@ -571,7 +572,7 @@ def make_replica(
         dist.barrier(group.control)
         times_s += time_block(lambda: losses.append(step()), 1, device)[0]
         graphs.append(dynamo_counters()["stats"]["unique_graphs"])
-    without_rate(optimizer)  # a step costs the same, and the weights stay finite
+    without_rate(optimizer)  # a step takes as long, and the weights stay finite
     costs = {"start_s": start_s, "first_step_s": times_s[0], "first_steps_s": sum(times_s)}
     costs |= peak(device, memory)
     costs |= {"fsdp_units": len(units), "tokens": task.tokens}
@@ -786,7 +787,7 @@ def start(backend: str, job: Job) -> float:
     if backend == "eager":
         return 0.0
     square = partial(compile_by(backend, torch.square), torch.ones(64, device=job.device))
-    with fresh_compile_cache():  # an exception that leaves this context leaves its folder behind
+    with fresh_compile_cache():  # if an exception leaves this context, its folder is not removed
         try:
             return time_block(square, 1, job.device)[0][0]
         except Exception as error:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast does a model train with embeddings on parameter servers and a dense part under DDP?
 
-Each server holds an EmbeddingBag (mode sum). For each batch, of 20 to 50 indices in bags of 1 to
+Each server stores an EmbeddingBag (mode sum). For each batch, of 20 to 50 indices in bags of 1 to
 10, a trainer looks up the embeddings on all servers by RPC, concatenates the results, trains a
 dense stack (512-256-128-ReLU-64-32-8) under DistributedDataParallel, and returns the gradients to
 the servers' tables. If the concatenated embeddings do not have 512 columns, a linear layer before
@@ -116,7 +116,7 @@ def create_dense(width: int, dtype: torch.dtype) -> nn.Module:
         nn.Linear(64, 32),
         nn.Linear(32, CLASSES),
     ]
-    if width != DENSE_INPUT:  # eight tables of 64 columns need no projection
+    if width != DENSE_INPUT:  # 8 tables of 64 columns need no projection
         layers.insert(0, nn.Linear(width, DENSE_INPUT, bias=False))
     return nn.Sequential(*layers).to(dtype)
 
@@ -186,7 +186,7 @@ def get_weight() -> Tensor:
 
 @dataclass(frozen=True)
 class Tables:
-    """How a trainer queries the servers' tables."""
+    """The settings for queries of the servers' tables by a trainer."""
 
     servers: list[str]  # names of RPC workers
     parallel: bool  # query all servers concurrently
@@ -352,7 +352,7 @@ def error_of(key: Key, trained: list[Tensor]) -> float:
     """The largest difference from a model that one process trains, relative to its change there.
 
     That process applies the gradient of each trainer to the tables, and the average over trainers
-    to the dense part. trained: the tables and then the dense parameters, as the trainers left them.
+    to the dense part. trained: the tables, then the dense parameters, after the trainers' steps.
     """
     bags = [create_table(*table_of(key, server)) for server in range(key["servers"])]
     model = dense_of(key)
@@ -403,7 +403,7 @@ def epoch_metrics(epochs_s: ArrayLike, samples: int) -> dict[str, Any]:
     return metrics | {"samples": samples, "samples_per_s": samples / metrics["epoch_s"]}
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 ROWS: Columns = {  # of `All` and of each trainer
     "": lambda row: row.name,
@@ -438,7 +438,7 @@ def answer(cases: list[Case]) -> str:
     return f"the trainers process {side_by_side(rates, 'samples/s')}"
 
 
-# -- which cases -----------------------------------------------------------------------------------
+# -- the cases -------------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:

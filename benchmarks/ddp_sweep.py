@@ -24,7 +24,7 @@ CPU, `1M/2R` is 1 machine with 2 ranks.
     --interleave    times all bucket sizes and hooks in alternating blocks within one case; each
                     setting trains its own replica
     vs first      = step of the first setting / step of this setting. For k settings, all k - 1
-                    intervals hold simultaneously with 95 % confidence: each of them has a
+                    intervals hold simultaneously with 95% confidence: each of them has a
                     confidence of 1 - 0.05 / (k - 1)
 
 Percentiles are taken over iterations. gmean is the geometric mean over rounds of block medians.
@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import torch
@@ -85,7 +85,7 @@ from common.table import Columns, ends, metric, relative
 from common.timing import Workload
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
-CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
+CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # quick on a laptop, with small images
 DDP_OPTIONS = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 # DDP rebuilds its buckets in the second or third step; the log of a later step has their sizes
 SETTLING_STEPS = 4
@@ -155,7 +155,7 @@ def ranks_or_nodes(text: str) -> int | str:
 
 
 class Setting(NamedTuple):
-    """How DDP averages gradients: its bucket_cap_mb and a hook of HOOKS."""
+    """How DDP averages gradients: its `bucket_cap_mb`, and the name of a hook in HOOKS."""
 
     bucket_mb: float
     hook: str
@@ -345,8 +345,8 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
     step = make_step(model, batch)
     for _ in range(SETTLING_STEPS):
         step()
-    # With a rate of 0 a step costs the same, and the weights stay finite and equal on all ranks,
-    # whatever the loss is
+    # With a rate of 0, a step takes as long, and the weights stay finite and equal on all ranks,
+    # regardless of the loss
     without_rate(optimizer)
     return Replica(model, batch, tokens, make_step, step)
 
@@ -365,12 +365,12 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     replicas = [make_replica(key, group, job, setting) for setting in of_replicas]
     first, *others = replicas
     memory = {} if others else peak(job.device, memory_before)  # defined for a single replica only
-    parts: dict[str, Step | None] = {}  # None on a rank that does not take part
+    parts: dict[str, Step | None] = {}  # None on a rank that does not run the part
     for setting, replica in zip(settings[1:], others, strict=True):
         parts[setting.label] = replica.step
     model = first.model
     if isinstance(model, DistributedDataParallel) and key["breakdown"]:
-        # without averaging, buckets and hooks play no part, so one replica stands for all
+        # buckets and hooks do not affect a step without averaging, so one replica is sufficient
         parts["local compute"] = first.make_step(model, first.batch, average=False)
         if key["ranks"] > 1:
             # powersgd cannot be timed alone, see average_alone
@@ -389,7 +389,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     return Workload(
         first.step,
         parts,
-        # compared with the step, by a difference or a ratio with an interval
+        # parts whose difference from the step, or ratio to it, is printed with an interval
         compared=[name for name in parts if name not in ("alone", "no ddp")],
         facts=lambda: facts_of(replicas, memory),
         launches=True,
@@ -408,7 +408,7 @@ class Facts(NamedTuple):
 
 def facts_of(replicas: Sequence[Replica], memory: dict[str, float]) -> Facts:
     first, *others = replicas
-    first.step()  # whatever was timed last, the gradients are now averaged ones
+    first.step()  # the last timed step may not have averaged its gradients; this one does
     gradients = (p.grad for p in first.model.parameters() if p.grad is not None)
     of_others = tuple(facts_of([replica], memory) for replica in others)
     return Facts(digest(first.model), digest_of(gradients), memory, first.tokens, of_others)
@@ -462,7 +462,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
 
 
 def step_metrics(case: Case, times: Times, tokens: int) -> dict[str, Any]:
-    """The metrics of the step that `times` is about. tokens: in one batch of every rank, summed."""
+    """The metrics of a step. tokens: number of tokens in the batches of all ranks."""
     key, ranks = case.key, len(case.ranks)
     samples = ranks * samples_of_rank(case)
     metrics = training_metrics(times, samples)
@@ -532,7 +532,7 @@ STEP_ALONE: Columns = {  # with --no-breakdown
     "95% ci\nof it": relative("step_s"),
     "memory\n(GiB)": BREAKDOWN["memory\n(GiB)"],
 }
-COMPARED: Columns = {  # with --interleave: the ratio first, then the times that it is made of
+COMPARED: Columns = {  # with --interleave: the ratio, then the times of which it is the quotient
     "": BREAKDOWN[""],
     "vs\nfirst": metric("speed"),
     "simult.\n95% ci": ends("speed"),
@@ -590,7 +590,7 @@ def row_labels(cases: Sequence[Planned]) -> list[str]:
 
 
 def no_overlap(cases: list[Case]) -> str | None:
-    """Why cases show no overlap although both of its times were measured; None if all show it."""
+    """Why cases show no overlap although both times were measured; None if all cases show it."""
     longer = []
     for case in cases:
         exposed, alone = (case.metrics.get(name) for name in ("exposed_s", "communication_s"))

@@ -102,7 +102,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=text)
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
-    import torchvision  # takes seconds, so not before the first lines of output
+    import torchvision  # takes seconds to import, so not before the first lines of output
 
     known = torchvision.models.list_models(module=torchvision.models)
     if args.model not in known:
@@ -235,7 +235,7 @@ class Feed:
         try:
             images, targets, tickets = next(self.running)
         except (ConnectionError, EOFError) as error:  # a worker died while it sent a batch
-            time.sleep(1)  # torch's signal handler raises as well; later that would end the run
+            time.sleep(1)  # torch's signal handler raises, too; later that would end the run
             raise RuntimeError(f"DataLoader worker exited unexpectedly: {error}") from None
         self.record(tickets)
         images = images.to(self.device, non_blocking=True)
@@ -511,7 +511,7 @@ COLUMNS: Columns = {
 WIDEST = ["", *["0.0"] * 3, "-0.0 to 00.0"]
 
 
-# -- which cases -----------------------------------------------------------------------------------
+# -- the cases -------------------------------------------------------------------------------------
 
 
 def name_of(args: argparse.Namespace, key: Key) -> str:

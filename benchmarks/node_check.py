@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Are these nodes fit to train on? A verdict with the reason and the name.
+"""Are these nodes fit for training? A verdict, with names and reasons if they are not.
 
     alone     each rank by itself: matrix products, copies within memory, to the device and back,
               and kernel launches. On the CPU the ranks of a node share its cores and take turns
@@ -20,7 +20,7 @@
     wrong     the results of a rank differ from those of most of its peers; data arrives damaged; a
               node has fewer GPUs than the other nodes or than --gpus; other processes already held
               more than 1 GiB of a GPU's memory when the run started
-    +-%       distance from the median sample to the farther end of its 95 % interval, for the least
+    +-%       distance from the median sample to the farther end of its 95% interval, for the least
               steady step of a rank
     busbw     2(n-1)/n * bytes / time
 
@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import numpy as np

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Which link, rank or node is slow? Latency and bandwidth between every pair of ranks.
 
-Every pair meets once, in the rounds of a round-robin tournament. The pairs of a round exchange
-messages at the same time, or one pair after the other with --serial.
+Every pair is measured once, in the rounds of a round-robin tournament. The pairs of a round
+exchange messages at the same time, or one pair after the other with --serial.
 
     latency         = time of a ping-pong of --latency-size bytes / 2. The fastest sample counts,
                       since disturbances only add time
@@ -10,14 +10,14 @@ messages at the same time, or one pair after the other with --serial.
     bidirectional   = 2 * size * n / time of n exchanges
     n               = number of consecutive messages per sample: as many as take 50 ms. The slowest
                       block counts: what the link sustains, not the burst that a switch allows
-    +-%             = distance from the median sample to the farther end of its 95 % interval: how
+    +-%             = distance from the median sample to the farther end of its 95% interval: how
                       steady the link is
-    slow            = costs more than the median of its peers by 10 % and by --sigmas robust
+    slow            = costs more than the median of its peers by 10% and by --sigmas robust
                       standard deviations (1.4826 times the median absolute deviation); by a factor
                       of 5 if other processes use more than a tenth of the cores, or if their CPU
                       use is unknown (ab.py --interleave, --resume)
     a group sustains the bandwidth of its slowest link. The last line reports the largest group that
-                      sustains a bandwidth within 10 % of that of the median link. The search is
+                      sustains a bandwidth within 10% of that of the median link. The search is
                       exact for up to 12 nodes (12 ranks on a single node), and greedy beyond
     --by node       = rank i of one node exchanges with rank i of the other, for all i at the same
                       time; their bandwidths are added
@@ -44,7 +44,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import numpy as np
@@ -139,7 +139,7 @@ def plan(
         "calls": messages.calls,
         "by": args.by,
         "serial": args.serial,
-        # the ranks do not identify the pairs: 3 nodes of 4 have as many rounds as 4 nodes of 3
+        # the ranks do not identify the pairs: 3 nodes of 4 and 4 nodes of 3 have the same number
         "rounds": len(rounds),
         "members": members,
     }
@@ -195,8 +195,8 @@ def highlighted(findings: Findings, node_of_member: list[int]) -> list[dict[str,
 
 
 def rates_between(links: list[Link], owner: list[int]) -> dict[Pair, float]:
-    """The lowest bandwidth between two owners (nodes or ranks), in either direction. owner: the
-    owner of each member."""
+    """The lowest bandwidth between two nodes (or ranks), in either direction. owner: the node (or
+    rank) of each member."""
     rates: dict[Pair, float] = {}
     for link in links:
         a, b = sorted((owner[link.a], owner[link.b]))
@@ -442,7 +442,7 @@ def main() -> int:
             names = {"node": of_nodes, "rank": of_ranks, "link": of_members}
             bench.print(tables(links, of_members, args.by, bench.room))
             node_of_member = [nodes[ranks[0]] for ranks in members]
-            if len(parts) > 1:  # a median over all links would mix two states of the machine
+            if len(parts) > 1:  # a median over all links would mix two runs
                 times = cli.cut([bench.mark(case) or "now" for case in parts.values()])
                 why = f"the rounds were measured at different times, {times}"
                 bench.conclude([f"{NOT_JUDGED}: {why}"])

@@ -40,7 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # Set before torch is imported: otherwise c10d's warnings about a pipeline's first sends interrupt
 # the table.
@@ -132,7 +132,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train_reference(key: Key, device: torch.device) -> Reference | str:
     """The same training in one process, one sequence at a time; or why that failed."""
-    from benchmarks.workloads.axes import create  # slow to import: --help must not wait for it
+    from benchmarks.workloads.axes import create  # slow to import, so not for --help
 
     tokens, targets = random_text(config_of(key), key["global_batch"], seed=0)
     rows = list(zip(tokens.to(device).split(1), targets.to(device).split(1), strict=True))

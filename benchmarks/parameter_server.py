@@ -6,19 +6,20 @@ and dense layers under DistributedDataParallel. The route determines how gradien
 averaged:
 
     allreduce    all buckets by all-reduce; with nccl the embedding's gradient is dense
-    hybrid       sparse buckets by all-reduce over gloo, dense ones over nccl (CPU: a second gloo)
+    hybrid       dense buckets by all-reduce over nccl (on the CPU: gloo), sparse ones by all-reduce
+                 over another gloo group
     rpc          all buckets through a parameter server, by RPC
     sparse_rpc   sparse buckets through a parameter server, dense ones by all-reduce
 
 Bucket i is sent to server i modulo the number of servers, which averages it over all trainers. With
-`--placement grouped`, as in the original, each server averages all buckets of an equal share
-of the trainers: all servers have the same load, and the replicas of different servers drift apart.
-A `running` server accumulates gradients as they arrive; a `batch` server collects all of them, then
-reduces. Both reply when the last gradient of a bucket has arrived.
+`--placement grouped`, as in the original, each server averages all buckets of an equal share of the
+trainers: all servers have the same load, but the models of trainers that use different servers
+drift apart. A `running` server adds gradients as they arrive; a `batch` server collects all of them
+first. Both reply when the last gradient of a bucket has arrived.
 
-    step       time of an iteration on its slowest trainer. rpc grouped, where trainers of different
-               servers do not wait for each other: median over blocks of the seconds until the last
-               trainer has finished the block / steps in the block
+    step       time of an iteration on its slowest trainer. With rpc and --placement grouped, where
+               trainers of different servers do not wait for each other: median over blocks of the
+               seconds until the last trainer has finished the block / steps in the block
     samples/s  trainers * batch size / step
     hook       from the launch of a step's first bucket until its last bucket is averaged, on the
                slowest trainer
@@ -249,7 +250,7 @@ class Bucket:
     """A bucket of one step on its server, until the gradients of all trainers have arrived."""
 
     average: Future[Message]
-    first_s: float  # time of arrival of the first gradient
+    first_s: float  # arrival of the first gradient
     gradients: list[Tensor] = field(default_factory=list)  # of a `running` server: their sum
     arrived: int = 0  # number of gradients
     averaging_s: float = 0.0  # seconds spent adding and dividing
@@ -302,7 +303,7 @@ class Server:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-SERVER: list[Server] = []  # the server of this process, if it is one
+SERVER: list[Server] = []  # the server, if this process is one
 
 
 def start_server(kind: str, trainers: int, device: str) -> None:
@@ -315,7 +316,7 @@ def start_servers(kind: str, trainers: int, devices: dict[str, str]) -> None:
         rpc.rpc_sync(name, start_server, args=(kind, trainers, device))
 
 
-@rpc.functions.async_execution  # no RPC thread blocks while further gradients arrive
+@rpc.functions.async_execution  # no RPC thread blocks while the server waits for gradients
 def add_gradient(step: int, index: int, message: Message) -> Future[Message]:
     return SERVER[0].add(step, index, message)
 
@@ -384,7 +385,7 @@ def steps_of_epoch(samples: int, trainers: int, batch_size: int) -> int:
 
 
 def batches_of(key: Key, trainer: int, device: torch.device) -> Iterator[Batch]:
-    """A trainer's batches, repeated every epoch. All trainers look up the same set of rows."""
+    """The batches of a trainer, repeated every epoch. All trainers look up the same set of rows."""
     seed = key["cuda_seed"] if device.type == "cuda" else key["torch_seed"]
     generator = torch.Generator(device).manual_seed(seed)
     row_count = key["num_embeddings"]
@@ -408,7 +409,7 @@ def stamped(hook: Hook, phases: Phases) -> Hook:
         name = "hook sparse" if bucket.buffer().is_sparse else "hook dense"
 
         def on_average(average: Future[Tensor]) -> Tensor:
-            # holds no reference to a process group: gloo's thread must not release the last one
+            # keeps no reference to a process group: a thread of gloo must not drop the last one
             gradient = average.wait()
             end = phases.now()
             phases.add(name, start, end)
@@ -534,7 +535,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         metrics |= training_metrics(times, metrics["samples"])
     else:
         of_step, steps_per_s = unaligned_metrics(times.each(), case.rounds, "step")
-        # trainers do not wait for each other, so a block lasts until its last trainer has finished
+        # trainers do not wait for each other, so a block ends when its last trainer has finished
         metrics |= of_step | {"step_p50_s": of_step["step_s"]}
         metrics["step_s"] = len(case.ranks) / steps_per_s
         metrics["samples_per_s"] = metrics["samples"] / metrics["step_s"]
@@ -571,7 +572,7 @@ def idle_servers(case: Case) -> str | None:
     return f"# {case.name}: no bucket was sent to {cut(idle)}; {advice}"
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 COLUMNS: Columns = {
     "": lambda case: case.name,
@@ -603,7 +604,7 @@ def title_of(args: argparse.Namespace, roles: Roles, steps: int) -> str:
     return title + f"{table}, {rows}; {dense}; buckets of {args.bucket_size:g} MB"
 
 
-# -- which cases -----------------------------------------------------------------------------------
+# -- the cases -------------------------------------------------------------------------------------
 
 
 def through_servers(args: argparse.Namespace) -> list[str]:
@@ -616,7 +617,7 @@ def choose_roles(args: argparse.Namespace) -> Roles:
     trainers, servers = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
     counts = {"trainers": trainers or None, "servers": servers or None, "master": True}
     if trainers and not servers and not through_servers(args):
-        # no servers; a master only if there is a rank for it, so that both world sizes work
+        # no servers, and a master only if there is a rank for it, so that both world sizes work
         counts |= {"servers": 0, "master": world()[2] > trainers}
     cuda_trainers = args.ncudatrainer if trainers else None
     roles = assign_roles(args, cuda_trainers, args.ncudaserver, per_server=4, **counts)
@@ -668,7 +669,7 @@ def main() -> int:
         bench.announce({title: cases})
         with bench.begin_table(title, COLUMNS, answer) as table:
             for name, _, key in cases:
-                if key["server"] and not devices:  # not earlier, because RPC threads may poll
+                if key["server"] and not devices:  # not earlier: RPC threads may poll
                     devices = stack.enter_context(rpc_workers(bench, roles, options))
                 build_case = partial(
                     build, bench.job, roles=roles, devices=devices, timeout_s=timeout_s

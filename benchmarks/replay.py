@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import numpy as np
@@ -72,7 +72,7 @@ UNEVEN = "parts differ in size, and only the sum is recorded"
 NO_ENTRIES = "a dump without operations; each backend has its own recorder"
 LARGEST_FILE = 2**32  # in bytes, uncompressed
 MARKERS = ("coalesced", "wait", "init")  # entries that do not transfer data
-# Names of types in recordings -> torch's. Gloo's operations in a profile have those of C++
+# Names of types in recordings -> torch's. In a profile, gloo's operations have the names of C++
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
 DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}
@@ -735,8 +735,8 @@ def means(replays: list[Replay]) -> list[dict[Kind, float]]:
 def prepared(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     """A function that starts an operation, whose result has been checked once.
 
-    It sums, and the root is the first rank of the group: recordings contain neither. Raises
-    ValueError if the result is wrong.
+    Reductions are sums, and the root is the first rank of the group: recordings contain neither.
+    Raises ValueError if the result is wrong.
     """
     operation = OPERATIONS[kind.op]
     part, to_send, to_receive = kind.counts()

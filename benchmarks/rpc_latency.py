@@ -87,7 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--in-flight", type=positive_int, default=8, metavar="N", help=text)
     add_rpc_flags(parser, server_device="auto")
     add_common_flags(parser, min_iters=6, max_seconds=1.0)
-    parser.set_defaults(backend="gloo")  # only for barriers: the timed calls use RPC
+    parser.set_defaults(backend="gloo")  # for barriers only: the timed calls use RPC
     return parser.parse_args(argv)
 
 
@@ -106,7 +106,7 @@ class Server:
         self.completer = ThreadPoolExecutor(1)
 
 
-SERVER: list[Server] = []  # the server of this process, if it is one
+SERVER: list[Server] = []  # the server, if this process is one
 
 
 def start_server(device: str) -> None:
@@ -225,7 +225,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     case.check = verdict(problem)
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def rate(gb_per_s: Any) -> str:
@@ -263,7 +263,7 @@ def answer(cases: list[Case]) -> str:
     return f"a round trip of {show_size(smallest)} bytes takes {side_by_side(times)}"
 
 
-# -- which cases -----------------------------------------------------------------------------------
+# -- the cases -------------------------------------------------------------------------------------
 
 
 def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:

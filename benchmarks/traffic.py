@@ -39,7 +39,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # first: it names a package that is missing
+from common import cli  # before torch: reports a missing package in one line
 
 # isort: split
 import torch
@@ -151,7 +151,7 @@ def plan(args: argparse.Namespace) -> list[Key]:
 
 
 # [core]
-# The parts of torch that this uses are private. They work with torch 2.11, 2.14 and 2.15.
+# This code uses private parts of torch. They work with torch 2.11, 2.14 and 2.15.
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def bytes_of(tree: Any) -> int:
 
 @dataclass
 class Step:
-    """What one rank sends in a step and stores after it."""
+    """The communication of one rank in a step, and the memory that it uses afterwards."""
 
     calls: Calls
     ranks: dict[str, list[int]]  # axis -> the ranks of this rank's group
