@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast is a parameter server that waits for a batch of gradients before it replies?
 
-The server, the last rank, holds the model. Each trainer computes gradients on its own batch, sends
+The server, the last rank, stores the model. Each trainer computes gradients on its own batch, sends
 them to the server, and waits for the reply. When `--batch-update-size` gradients have arrived, the
 server averages them, takes one SGD step, and sends the new parameters to all waiting trainers.
 

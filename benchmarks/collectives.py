@@ -366,7 +366,7 @@ def check(key: Key, member: Member, checked: Buffers, group: Group) -> int:
 def derive(
     args: argparse.Namespace, groups: Groups, case: Case, times: Times, facts: list[dict[str, Any]]
 ) -> None:
-    """Times and bandwidths of both variants. With several groups, the slowest one counts."""
+    """Times and bandwidths of both variants. With several groups, those of the slowest one."""
     key, metrics = case.key, case.metrics
     operation = OPERATIONS[key["collective"]]
     calls_per_step = key["calls"] if key["cudagraph"] else 1

@@ -6,7 +6,7 @@ step) of torchvision models or of your own model: first one process without DDP 
 on 1, 2, 4, ... ranks of a node, then whole nodes. `2M/8G` is 2 machines with 8 GPUs each; on the
 CPU, `1M/2R` is 1 machine with 2 ranks.
 
-    step            one training step; in each iteration the slowest rank counts
+    step            one training step; the time of an iteration is the maximum over ranks
     local compute   the same step without gradient averaging (DDP's no_sync)
     alone           DDP's gradient buckets averaged with nothing else running, by the same hook
     exposed       = step - local compute: the time that DDP adds to a step. It consists of

@@ -210,8 +210,8 @@ def probes(device: torch.device) -> dict[str, Probe]:
 
 
 def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
-    """Run the probes of this rank, on the CPU in its turn. Meanwhile the other ranks of its node
-    wait in a barrier, which does not spin.
+    """Run the probes of this rank, on the CPU in its turn, while the other ranks of its node wait
+    in a barrier, which does not spin.
 
     A case times its step and the parts of it (common/timing.py: Workload). Here each of them is one
     probe in one turn; the first is the step.
@@ -244,7 +244,7 @@ def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
 def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any]:
     """The process group of this rank's node and of its rail, by step; None if it is in no rail.
 
-    A step is left out if one of its teams has only one rank.
+    A step is omitted if one of its teams has only one rank.
     """
     team_groups: dict[str, Any] = {}
     for name in ("all_reduce_inside", "all_reduce_between"):
@@ -292,10 +292,10 @@ def build_together(
 
 
 def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
-    """The pairs of ranks that meet in each round. members: the ranks of each node.
+    """The pairs of ranks that are measured in each round. members: the ranks of each node.
 
-    First each pair of ranks within a node meets once, in all nodes at the same time. Then each pair
-    of nodes meets once, on all rails at the same time.
+    First each pair of ranks within a node is measured once, in all nodes at the same time. Then
+    each pair of nodes is measured once, on all rails at the same time.
     """
     rounds: list[list[links.Pair]] = []
     largest_node = max(len(ranks) for ranks in members)
@@ -636,7 +636,8 @@ def hosts_at_fault(
     """The hosts that may be at fault, sorted. They include all suspects if it is impossible to tell
     which one is at fault, both ends of a link, and all hosts of a rail.
 
-    findings: the slow components that count. lacks: the nodes that are not fit by themselves.
+    findings: the slow components that make a node unfit. lacks: the nodes that are not fit for
+    another reason.
     """
     ranks: set[int] = set()
     for component, _ in findings:
@@ -705,7 +706,7 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
     turns, size = 1, 2**28
     if cluster.cpu:  # the ranks of a node share its cores
         turns, size = max(len(ranks) for ranks in teams["node"]), 2**20
-    # both directions at once: takes half the time, and detects a link that is slow in only one
+    # both directions at the same time: half the duration, and a link slow in one is detected
     messages = links.Messages(max(size // 8, links.SUSTAINED_SIZE), 8, each_way=False)
     into_ranks = partial(split, bench.report, cluster)
     alone = [Part("each rank alone", {}, world, partial(build_alone, turns, job), into_ranks)]

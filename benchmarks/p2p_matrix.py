@@ -241,7 +241,7 @@ def leave_out(
     """`without node3: 7 nodes sustain 380 GB/s, all 8 nodes sustain 94 GB/s`; None for a single
     pair of nodes or ranks.
 
-    Only nodes or ranks in the findings are left out, whether by themselves or as an end of a link.
+    Only nodes or ranks in the findings are left out, either by themselves or as an end of a link.
     """
     level, owner = "node", node_of_member
     if max(node_of_member) == 0:

@@ -517,7 +517,7 @@ def tensor_sizes(event: dict[str, Any]) -> list[int]:
 def sent_and_received(name: str, arguments: list[int], ranks: int) -> tuple[int, int]:
     """Number of elements that an operation of c10d sends and receives.
 
-    Its arguments are (output, input), or one tensor for both. The profiler leaves out an argument
+    Its arguments are (output, input), or one tensor for both. The profiler omits an argument
     that is a list of lists; it contains a tensor for each rank.
     """
     first, second = [*arguments, 0, 0][:2]

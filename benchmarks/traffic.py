@@ -380,7 +380,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 def derive(key: Key, step: Step) -> dict[str, Any]:
     """The metrics of a case. ring_bytes: bytes that the rank sends if its collectives are rings.
-    What it receives from a single rank, by recv, does not count."""
+    Data that it receives from a single rank, by recv, is not included."""
     tokens = key["global_batch"] * key["sequence_length"]
     flops = flops_per_token(config_of(key)) * tokens / key["world_size"]
     m: dict[str, Any] = {"flops": flops, "ring_bytes": 0.0, "all_bytes": 0}
