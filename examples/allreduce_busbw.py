@@ -11,8 +11,9 @@ into the bandwidth of a link, and how to check the result.
        1048576     1255.6   1028.7 to 3664.1      0.835       0.835       0
       16777216    16765.5   13991.6 to 22239.8    1.001       1.001       0
 
-algbw = bytes / time. A ring sends 2 (n - 1) / n of the bytes over the link of each rank. Therefore
-busbw = algbw * 2 (n - 1) / n can be compared with the rate of a link, for any number of ranks n.
+algbw = bytes / time. With a ring algorithm, each rank sends 2 (n - 1) / n times the bytes over its
+link. Therefore busbw = algbw * 2 (n - 1) / n can be compared with the bandwidth of the link, for
+any number of ranks n. `wrong` is the number of incorrect values in the result.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -36,7 +37,7 @@ SIZES = [2**12, 2**16, 2**20, 2**24]  # bytes
 
 # [measure]
 def time_calls(step: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds per call, on the slowest rank. All ranks must call it."""
+    """The time per call in seconds, on the slowest rank. All ranks must call it."""
     dist.barrier()  # all ranks start their clocks together
     step()  # untimed warm-up of connections and caches
     torch.get_device_module(device).synchronize()  # no-op on the CPU
@@ -92,11 +93,11 @@ def main() -> int:
     buffers = [torch.zeros(size // 4, device=device) for size in sizes]
     steps = [partial(dist.all_reduce, buffer) for buffer in buffers]
     gc.disable()  # a collection on one rank would delay all ranks
-    # a GPU executes a queue of calls, so time several; a CPU executes call by call, and the mean of
-    # several would hide their variation
+    # on a GPU calls are queued, so time 20 together; on a CPU each call blocks, and a mean over
+    # several calls would hide their variation
     calls = 1 if device.type == "cpu" else 20
     samples: list[list[float]] = [[] for _ in sizes]
-    for _ in range(ROUNDS):  # all sizes in each round, so that a slow moment affects all of them
+    for _ in range(ROUNDS):  # all sizes in each round, so that a slow period affects them all
         for i, step in enumerate(steps):
             samples[i].append(time_calls(step, calls, device))
     wrong = [count_wrong(buffer) for buffer in buffers]

@@ -11,7 +11,9 @@ stall = time of the call (`blocked`) + extra time of the steps until the upload 
 
 Here, async_save blocks for a quarter of the time, but the two stalls do not differ measurably.
 
-Writes to TMPDIR, which all nodes must share. Numbers: 2 cores, torch 2.15. BSD-3-Clause: copy this.
+The checkpoints are written to TMPDIR, which all nodes must share.
+
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
 import gc
@@ -90,7 +92,7 @@ def main() -> str | None:
     saved: dict[str, torch.Tensor] = {}  # this rank's weights at the last save
 
     def train(more: Callable[[int], bool]) -> list[float]:
-        """Train until no rank wants more steps. Returns the seconds of each step."""
+        """Train while `more` is true on any rank. Returns the time of each step in seconds."""
         times: list[float] = []
         keep_going = torch.ones((), device=device)
         while keep_going:
@@ -106,7 +108,7 @@ def main() -> str | None:
 
     # [save]
     def save(path: str, overlap: bool) -> list[float]:
-        """Returns blocked and stall in seconds, each on its slowest rank."""
+        """Returns `blocked` and `stall` in seconds; each is the maximum over ranks."""
         idle = statistics.median(train(lambda steps: steps < IDLE))
         saved.update({k: v.to_local().clone() for k, v in model.state_dict().items()})
         start = time.perf_counter()

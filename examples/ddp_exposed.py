@@ -34,7 +34,7 @@ ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds per step: the median of STEPS, on the slowest rank. All ranks must call it."""
+    """The step time in ms: the median over STEPS, on the slowest rank. All ranks must call it."""
     cpu = device.type == "cpu"
 
     def stamp() -> Any:  # an accelerator runs asynchronously, so record an event
@@ -96,7 +96,8 @@ def main() -> int:
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
     x = torch.randn(64, width, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # same cost, but replicas stay equal; Adam would need memory for a second set of moments
+    # a rate of 0 costs the same, and the replicas stay equal. A second Adam would need memory for
+    # its own moments
     frozen = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -105,7 +106,7 @@ def main() -> int:
         optimizer.step()
 
     def local_compute() -> None:
-        with model.no_sync():  # must include the forward pass, which prepares the averaging
+        with model.no_sync():  # must include the forward pass, in which DDP prepares the averaging
             step(frozen)
 
     # [/wrap]
@@ -114,7 +115,7 @@ def main() -> int:
         step()  # DDP rebuilds its buckets in the second step
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
-    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
         for step_fn in (step, local_compute) if i % 2 == 0 else (local_compute, step):
             times[step_fn].append(time_block(step_fn, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]

@@ -11,7 +11,8 @@ table.
     difference          47.22   41.84 to 52.39
     3 ranks, gloo, the last is the server, parameters correct: True
 
-Here, 3 processes whose RPC threads poll share 2 cores.
+Here, 3 processes share 2 cores, and their RPC threads poll, which slows the steps with the server
+down.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -38,7 +39,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
     """Time two kinds of steps alternately and print the difference. All trainers must call it."""
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(16):  # in alternating order, so that a drift of the machine cancels
+    for i in range(16):  # in alternating order, so that a drift of the machine cancels out
         for name in kinds if i % 2 == 0 else reversed(kinds):
             dist.barrier()  # all trainers start their clocks together
             stamps = []
@@ -61,7 +62,7 @@ TABLES: list[nn.EmbeddingBag] = []  # used on the server only
 
 
 def look_up(indices: Tensor) -> Tensor:
-    return TABLES[0](indices)  # for each row of indices, the sum of their embeddings
+    return TABLES[0](indices)  # for each row of indices, the sum of its embeddings
 
 
 def get_weight() -> Tensor:
@@ -104,7 +105,7 @@ def main() -> int:
     optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=0.05)
 
     def step() -> None:
-        with dist_autograd.context() as context:  # holds the gradients
+        with dist_autograd.context() as context:  # stores the gradients of this step
             rows = rpc.rpc_sync("server", look_up, args=(indices,))
             dist_autograd.backward(context, [nn.functional.cross_entropy(model(rows), targets)])
             optimizer.step(context)

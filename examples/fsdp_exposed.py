@@ -1,7 +1,7 @@
 """How much of an FSDP2 step is communication that does not overlap with computation?
 
 What you will learn: how to shard a model with `fully_shard`, and how to time its step alternately
-with a twin whose collectives send nothing. The difference is the cost of sharding.
+with a twin: a copy of the model whose collectives send nothing. exposed = step - step of the twin.
 
     $ torchrun --nproc-per-node 2 examples/fsdp_exposed.py
                     median ms   95 % interval
@@ -34,7 +34,7 @@ ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds per step: the median of STEPS, on the slowest rank. All ranks must call it."""
+    """The step time in ms: the median over STEPS, on the slowest rank. All ranks must call it."""
     cpu = device.type == "cpu"
 
     def stamp() -> Any:  # an accelerator runs asynchronously, so record an event
@@ -96,7 +96,7 @@ def main() -> int:
         layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
         model = nn.Sequential(*layers)
         if mesh:  # without a mesh the model is not sharded, to check the output
-            for unit in (*model, model):  # each unit is gathered when it is used
+            for unit in (*model, model):  # the weights of a unit are gathered when they are used
                 fully_shard(unit, mesh=mesh)
         return model
 
@@ -119,7 +119,7 @@ def main() -> int:
     # [/wrap]
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
-    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
         for step_fn in (step, local_compute) if i % 2 == 0 else (local_compute, step):
             times[step_fn].append(time_block(step_fn, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]

@@ -36,7 +36,7 @@ ROUNDS, BATCH = 16, 32  # BATCH: samples per microbatch
 
 
 def time_stage(step: Callable[[], object], device: torch.device) -> torch.Tensor:
-    """Milliseconds per step, on this rank. All ranks must call it."""
+    """The time of a step in ms, on this rank. All ranks must call it."""
     dist.barrier()  # all ranks start their clocks together
     step()  # untimed: the previous block evicted this step's data from the caches
     torch.get_device_module(device).synchronize()  # no-op on the CPU
@@ -87,7 +87,7 @@ def main() -> str | None:
     width = 512 if device.type == "cpu" else 8192
     counts = [ranks, 2 * ranks, 4 * ranks]
     silent: Any = dist.new_group(backend="fake")
-    torch.manual_seed(0)  # all ranks create all stages, only to check the gradients
+    torch.manual_seed(0)  # all ranks create all stages, but only to check the gradients
     with device:
         stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(ranks)]
         x, y = torch.randn(2, counts[-1] * BATCH, width)
@@ -119,7 +119,7 @@ def main() -> str | None:
     gc.disable()  # a collection on one rank would delay all ranks
     step_ms: list[list[float]] = [[] for _ in counts]
     idle: list[list[float]] = [[] for _ in counts]  # percent
-    for turn in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
+    for turn in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
         for i in range(len(counts)):
             if turn % 2 == 0:
                 step = time_stage(steps[i], device)

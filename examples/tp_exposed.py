@@ -1,8 +1,8 @@
 """How much of a step is the communication of one mesh axis, e.g. of tensor parallelism?
 
 What you will learn: how to build the model again on a mesh in which one axis uses the backend
-`fake`, which sends nothing. That twin computes garbage, but takes the usual time to do so.
-exposed = step - step of the twin.
+`fake`, which sends nothing. This twin computes garbage, but its computation takes as long as that
+of the real model. exposed = step - step of the twin.
 
     $ torchrun --nproc-per-node 2 examples/tp_exposed.py
     2 ranks, gloo, ('dp', 'tp') = (1, 2), output correct: True
@@ -38,7 +38,7 @@ ROUNDS, STEPS = 16, 2  # each round times a block of 2 steps on each mesh
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds per step: the median of STEPS, on the slowest rank. All ranks must call it."""
+    """The step time in ms: the median over STEPS, on the slowest rank. All ranks must call it."""
     cpu = device.type == "cpu"
 
     def stamp() -> Any:  # an accelerator runs asynchronously, so record an event
@@ -126,7 +126,7 @@ def main() -> int:
     same = torch.allclose(models["step"](x), plain(x), rtol=1e-4, atol=1e-5)
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in models}
-    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels
+    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
         for name in models if i % 2 == 0 else reversed(models):
             step = partial(train, models[name], x)
             times[name].append(time_block(step, device))

@@ -1,9 +1,9 @@
 """Which rank is slow, if all ranks report the same step time?
 
 What you will learn: in a synchronized step, fast ranks wait for the slow rank, so all step times
-are nearly equal. Time a step without communication instead, on all ranks at once, and compare the
-ranks.
-Here, `--slow 1` gives rank 1 twice the batch, so that there is a slow rank to find.
+are nearly equal. Time a step without communication instead, on all ranks at the same time, and
+compare the ranks. Here, `--slow 1` gives rank 1 a batch of twice the size, so that there is a slow
+rank to find.
 
     $ torchrun --nproc-per-node 2 examples/who_is_slow.py --slow 1
     2 ranks, gloo; medians
@@ -36,7 +36,7 @@ MARGIN = 1.05  # a rank that is less than 5% slower than the other ranks is not 
 
 # [measure]
 def time_each_rank(step: Callable[[], object], device: torch.device) -> list[float]:
-    """Milliseconds per step, for each rank. All ranks must call it."""
+    """The time of a step in ms, for each rank. All ranks must call it."""
     dist.barrier()  # all ranks compute at the same time, as in a training job
     step()  # untimed: the previous block evicted this step's data from the caches
     torch.get_device_module(device).synchronize()  # no-op on the CPU
