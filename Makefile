@@ -5,7 +5,7 @@ quick:
 	$(PYTEST)
 smoke faults launch gpu oldest:
 	$(PYTEST) -m $@
-cudalab: # CUDA and NCCL code on a stand-in, and which lines of it no row has run
+cudalab: # CUDA and NCCL code on an emulation, then the lines of it that no test has executed
 	rm -f tests/cudalab/.build/lines
 	mkdir -p tests/cudalab/.build
 	CUDALAB_COVER="$(CURDIR)/tests/cudalab/.build/lines:benchmarks,common,examples" \
@@ -16,6 +16,6 @@ lint:
 	ruff check .
 	ruff format --check .
 	mypy common benchmarks analysis examples tests
-results: # docs/results anew, in 25 minutes
+results: # repeat the measurements in docs/results, 25 minutes
 	python tests/measure_results.py
 .PHONY: results quick smoke faults launch gpu oldest cudalab all lint

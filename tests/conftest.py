@@ -27,7 +27,7 @@ MARKS = {
     "launch": "starts a cluster: Slurm, ssh, Kubernetes",
     "gpu": "needs CUDA",
     "oldest": "each script once, for the oldest torch that is claimed",
-    "cudalab": "runs CUDA and NCCL code on the stand-in in tests/cudalab",
+    "cudalab": "runs CUDA and NCCL code on the emulation in tests/cudalab",
 }
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the stand-in for the torch of a Python interpreter: ./build.sh DIR, then: source DIR/env.sh
+# Build the emulation for the torch of a Python interpreter: ./build.sh DIR, then: source DIR/env.sh
 #   PYTHON (python3)   has a pip-installed torch with CUDA 13; nvcc is not needed
 # Exit status 77: this torch is not built for CUDA 13.
 set -euo pipefail

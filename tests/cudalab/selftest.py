@@ -65,7 +65,7 @@ def mistakes_are_errors() -> None:
 
 
 def a_missing_function_ends_the_process() -> None:
-    """cudaDeviceReset: no code in torch calls it, and the stand-in does not have it."""
+    """cudaDeviceReset: no code in torch calls it, and the emulation does not have it."""
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

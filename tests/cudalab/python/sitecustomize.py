@@ -1,6 +1,6 @@
 """Python imports this file at its start once env.sh is sourced (PYTHONPATH).
 
-It loads the stand-in's libraries before torch loads NVIDIA's. The dynamic linker then uses a
+It loads the libraries of the emulation before torch loads NVIDIA's. The dynamic linker then uses a
 library of the same name that is loaded already instead of the one in torch's RPATH. After torch, it
 loads the extension that replaces the CUDA kernels.
 """
