@@ -210,7 +210,7 @@ def time_of_rounds(samples: ArrayLike, rounds: Sequence[int]) -> float:
     median.
 
     For two steps timed in the same rounds, the quotient of these times is the geometric mean of the
-    rounds' ratios, so a drift of the machine cancels. tests/simulate_ratios.py compares this with
+    rounds' ratios, so a gradual slowdown cancels out. tests/simulate_ratios.py compares this with
     medians. samples: seconds [n]; rounds: iterations of each round, n in total.
     """
     medians = block_medians(samples, rounds)

@@ -10,8 +10,8 @@ returns a future, so no thread blocks. The last gradient triggers the update and
     difference           4.37   1.82 to 7.57
     3 ranks, the last is the server, parameters correct: True
 
-difference = step - gradient alone: the time to send the gradient, to wait for the gradients of the
-other trainers and the update, and to receive the parameters.
+difference is the median over rounds of step - gradient alone: the time to send the gradient, to
+wait for the gradients of the other trainers and the update, and to receive the parameters.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -38,7 +38,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
     """Time two kinds of steps alternately and print the difference. All trainers must call it."""
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(16):  # in alternating order, so that a drift of the machine cancels out
+    for i in range(16):  # in alternating order, so that a gradual slowdown cancels out
         for name in kinds if i % 2 == 0 else reversed(kinds):
             dist.barrier()  # all trainers start their clocks together
             stamps = []

@@ -10,8 +10,9 @@ and how to time the first compiled step separately.
     saved               -0.48   -10.70 to 7.81
     2 ranks, gloo, inductor, first compiled step 10.2 s, gradients correct: True
 
-saved = eager - compiled, per round. Here compilation saves no measurable time: the interval
-contains 0. The optional argument is the backend of torch.compile, `inductor` by default.
+saved is the median over rounds of eager - compiled, not the difference of the medians. Here
+compilation saves no measurable time: the interval contains 0. The optional argument is the backend
+of torch.compile, `inductor` by default.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -122,7 +123,7 @@ def main() -> int:
     same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in pairs)
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {eager: [], compiled: []}
-    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
+    for i in range(ROUNDS):  # in alternating order, so that a gradual slowdown cancels out
         for step_fn in (eager, compiled) if i % 2 == 0 else (compiled, eager):
             times[step_fn].append(time_block(step_fn, device))
     saved = [a - b for a, b in zip(times[eager], times[compiled], strict=True)]

@@ -9,7 +9,7 @@ stall = time of the call (`blocked`) + extra time of the steps until the upload 
     save           0.095     0.095   0.081 to 0.117
     async_save     0.024     0.102   0.037 to 0.123
 
-Here, async_save blocks for a quarter of the time, but the two stalls do not differ measurably.
+Here, async_save blocks for a quarter of the time, but the intervals of the two stalls overlap.
 
 The checkpoints are written to TMPDIR, which all nodes must share.
 

@@ -115,7 +115,7 @@ def main() -> int:
         step()  # DDP rebuilds its buckets in the second step
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
-    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
+    for i in range(ROUNDS):  # in alternating order, so that a gradual slowdown cancels out
         for step_fn in (step, local_compute) if i % 2 == 0 else (local_compute, step):
             times[step_fn].append(time_block(step_fn, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]

@@ -11,8 +11,8 @@ table.
     difference          47.22   41.84 to 52.39
     3 ranks, gloo, the last is the server, parameters correct: True
 
-Here, 3 processes share 2 cores, and their RPC threads poll, which slows the steps with the server
-down.
+difference is the median of the differences per round, not the difference of the medians. Here, 3
+processes share 2 cores, and their RPC threads poll, which slows the steps with the server down.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -39,7 +39,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
     """Time two kinds of steps alternately and print the difference. All trainers must call it."""
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(16):  # in alternating order, so that a drift of the machine cancels out
+    for i in range(16):  # in alternating order, so that a gradual slowdown cancels out
         for name in kinds if i % 2 == 0 else reversed(kinds):
             dist.barrier()  # all trainers start their clocks together
             stamps = []
@@ -112,7 +112,8 @@ def main() -> int:
 
     # [/wrap]
     ddp = DistributedDataParallel(nn.Sequential(table, dense))
-    ddp_optimizer = torch.optim.SGD(dense.parameters(), lr=0.05)  # DDP averages, the server sums:
+    ddp_optimizer = torch.optim.SGD(dense.parameters(), lr=0.05)
+    # DDP averages the gradients of the table, the server sums them; hence the factor
     ddp_optimizer.add_param_group({"params": table.parameters(), "lr": 0.05 * trainers})
 
     def ddp_step() -> None:

@@ -10,8 +10,9 @@ batch (one that stays in memory), without letting the loader prefetch in between
     resident            18.97   15.09 to 27.52
     wait                12.09   3.71 to 17.88
 
-wait = step - resident. Here training waits: a worker needs 16 x 4 = 64 ms to load a batch, so 2
-workers deliver a batch every 32 ms, but a step on the resident batch takes only 19 ms.
+wait is the median over rounds of step - resident. Here training waits: a worker needs 16 x 4 = 64
+ms to load a batch, so 2 workers deliver a batch every 32 ms, but a step on the resident batch takes
+only 19 ms.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -53,7 +54,8 @@ class Feed:
         self.loader = DataLoader(samples, batch_sampler=feed, collate_fn=load, **workers)
 
     def __iter__(self) -> Iterator[list[int]]:
-        while not self.paused:  # yields the indices of a batch; the workers stop when it ends
+        # yields the indices of a batch; when it ends, the workers become idle
+        while not self.paused:
             yield torch.randint(10_000, [BATCH]).tolist()
 
     def next(self) -> Tensor:
@@ -120,7 +122,7 @@ def main() -> None:
 
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[Callable[[], None], list[float]] = {step: [], resident: []}
-    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
+    for i in range(ROUNDS):  # in alternating order, so that a gradual slowdown cancels out
         for step_fn in (step, resident) if i % 2 == 0 else (resident, step):
             times[step_fn].append(time_burst(step_fn, device))
     wait = [a - b for a, b in zip(times[step], times[resident], strict=True)]

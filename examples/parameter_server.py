@@ -2,7 +2,7 @@
 
 What you will learn: how to write a communication hook for DistributedDataParallel that returns a
 future, and a server that replies to all trainers when it has received a bucket from the last one.
-The servers store no parameters; for such a server, see batch_update_ps.py.
+These servers store no parameters; the server of batch_update_ps.py does.
 
     $ torchrun --nproc-per-node 3 examples/parameter_server.py
                     median ms   95 % interval
@@ -11,7 +11,7 @@ The servers store no parameters; for such a server, see batch_update_ps.py.
     difference          28.58   19.60 to 39.04
     3 ranks, gloo, servers: 1, gradients correct: True
 
-difference = servers - all-reduce, per round.
+difference is the median over rounds of servers - all-reduce, not the difference of the medians.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -40,7 +40,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
     """Time two kinds of steps alternately and print the difference. All trainers must call it."""
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(16):  # in alternating order, so that a drift of the machine cancels out
+    for i in range(16):  # in alternating order, so that a gradual slowdown cancels out
         for name in kinds if i % 2 == 0 else reversed(kinds):
             dist.barrier()  # all trainers start their clocks together
             stamps = []

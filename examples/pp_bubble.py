@@ -11,7 +11,8 @@ step. In theory, p equal stages with m microbatches are idle for (p - 1) / (m + 
                4     17.93     54.3   23.3 to 72.1           20.0
                8     37.76     51.6   35.0 to 67.8           11.1
 
-Here it does not match: the 2 ranks share 2 cores, and gloo's messages are not free.
+Here it does not match. idle also includes the time to send messages, which the theory ignores, and
+gloo's threads probably compete with the 2 ranks for the 2 cores.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -119,7 +120,7 @@ def main() -> str | None:
     gc.disable()  # a collection on one rank would delay all ranks
     step_ms: list[list[float]] = [[] for _ in counts]
     idle: list[list[float]] = [[] for _ in counts]  # percent
-    for turn in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
+    for turn in range(ROUNDS):  # in alternating order, so that a gradual slowdown cancels out
         for i in range(len(counts)):
             if turn % 2 == 0:
                 step = time_stage(steps[i], device)

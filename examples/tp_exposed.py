@@ -126,7 +126,7 @@ def main() -> int:
     same = torch.allclose(models["step"](x), plain(x), rtol=1e-4, atol=1e-5)
     gc.disable()  # a collection on one rank would delay all ranks
     times: dict[str, list[float]] = {name: [] for name in models}
-    for i in range(ROUNDS):  # in alternating order, so that a drift of the machine cancels out
+    for i in range(ROUNDS):  # in alternating order, so that a gradual slowdown cancels out
         for name in models if i % 2 == 0 else reversed(models):
             step = partial(train, models[name], x)
             times[name].append(time_block(step, device))

@@ -11,7 +11,8 @@ rank to find.
        0     19.96       7.06              0.60   0.48 to 0.71
        1     19.16      12.04              1.67   1.42 to 2.10   slow
 
-vs. other ranks = local time / median local time of the other ranks.
+vs. other ranks is the median over rounds of local time / median local time of the other ranks, not
+the quotient of the medians.
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
