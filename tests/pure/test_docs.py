@@ -23,7 +23,7 @@ COMMAND = re.compile(
 )
 # `file.py: name` in benchmarks/ or another folder, except for the tests in docs/sources.md
 REFERENCE = re.compile(r"`((?!(?:pure/)?test_)[\w/]+\.py): ([\w.]+)`")
-SOURCES = re.split(r"^## .*: ", (ROOT / "docs" / "sources.md").read_text(), flags=re.M)[1:]
+SOURCES = re.split(r"^## .* → ", (ROOT / "docs" / "sources.md").read_text(), flags=re.M)[1:]
 
 
 def anchors(page: Path) -> set[str]:
