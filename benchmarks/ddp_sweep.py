@@ -698,7 +698,7 @@ def name_of(ranks: int, node_ranks: int, device: torch.device) -> str:
 
 def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace, job: Job) -> str:
     """The settings that all cases of a table share. size: batch size per rank; None if unknown."""
-    batch = f"batch size {size or 'unknown'} a rank (weak scaling)"
+    batch = f"batch size {size or 'unknown'} per rank (weak scaling)"
     if args.global_batch:
         batch = f"global batch {args.global_batch} (strong scaling)"
     parts = [model, batch]

@@ -598,7 +598,7 @@ def title_of(args: argparse.Namespace, roles: Roles, steps: int) -> str:
     """The settings that all cases have in common. steps: per epoch."""
     epoch = f"an epoch is {count_of(steps, 'step')} of {count_of(args.batch_size, 'sample')}"
     table = f"embedding {args.num_embeddings} x {args.embedding_dim}"
-    rows = f"{args.sample_length} rows a sample, {args.sparsity_percentage} % never looked up"
+    rows = f"{args.sample_length} rows per sample, {args.sparsity_percentage}% never looked up"
     dense = f"{args.dense_layers} dense layers of {args.dense_size}"
     title = f"{roles}, {len(roles.cuda)} of them on CUDA; {epoch}\n"
     return title + f"{table}, {rows}; {dense}; buckets of {args.bucket_size:g} MB"

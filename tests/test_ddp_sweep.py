@@ -62,7 +62,7 @@ def test_odd_numbers_of_ranks_and_ones_own_model(
     flags = ("--model", "mine:idle", "--find-unused-parameters", "--world-sizes", "1,3,5")
     run = bench(str(copy / SCRIPT), *SHORT, *flags, ranks=5)
     assert run.status == 0, run.err
-    assert "\nmine:idle, batch size 3 a rank (weak scaling), torch's" in run.out
+    assert "\nmine:idle, batch size 3 per rank (weak scaling), torch's" in run.out
     names = [case.name for case in run.report.cases]
     assert names == ["no ddp", "1M/1R", "1M/3R", "1M/5R"]
     assert {case.check for case in run.report.cases} == {"passed"}
@@ -217,7 +217,7 @@ def test_batches_of_tokens_and_a_loss_that_diverges(bench: Callable[..., Any]) -
     assert tokens.value == pytest.approx(3 * 2 * 4 * 3 / step.value)
     assert "tokens_per_s" not in of_two[2].metrics
     assert run.out.count("tokens/s") == 2  # in the tables of two models
-    assert "batch size 4 a rank (weak scaling), torch's" in run.out
+    assert "batch size 4 per rank (weak scaling), torch's" in run.out
     assert ", 3 batches accumulated" in run.out
 
 
