@@ -5,7 +5,7 @@ into the bandwidth of a link, and how to check the result.
 
     $ torchrun --nproc-per-node 2 examples/allreduce_busbw.py
     2 ranks, gloo: all_reduce of float32, in place
-         bytes  median us   95 % interval    algbw GB/s  busbw GB/s   wrong
+         bytes  median us   95% interval     algbw GB/s  busbw GB/s   wrong
           4096      469.3   399.8 to 544.2        0.009       0.009       0
          65536      502.2   433.9 to 3231.0       0.131       0.131       0
        1048576     1255.6   1028.7 to 3664.1      0.835       0.835       0
@@ -104,7 +104,7 @@ def main() -> int:
     wrong = [count_wrong(buffer) for buffer in buffers]
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}: all_reduce of float32, in place")
-        print("     bytes  median us   95 % interval    algbw GB/s  busbw GB/s   wrong")
+        print("     bytes  median us   95% interval     algbw GB/s  busbw GB/s   wrong")
         for i, size in enumerate(sizes):
             median, low, high = median_ci(samples[i])
             interval = f"{low * 1e6:.1f} to {high * 1e6:.1f}"

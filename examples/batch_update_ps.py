@@ -4,7 +4,7 @@ What you will learn: how to write a parameter server with RPC. With `async_execu
 returns a future, so no thread blocks. The last gradient triggers the update and all replies.
 
     $ torchrun --nproc-per-node 3 examples/batch_update_ps.py
-                    median ms   95 % interval
+                    median ms   95% interval
     step                 4.51   1.94 to 7.74
     gradient alone       0.12   0.10 to 0.15
     difference           4.37   1.82 to 7.57
@@ -51,7 +51,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
             times[name].append(statistics.median(slowest.tolist()))
     times["difference"] = [a - b for a, b in zip(*times.values(), strict=True)]
     if dist.get_rank() == 0:
-        print(f"{'':15}{'median ms':>10}   95 % interval")
+        print(f"{'':15}{'median ms':>10}   95% interval")
         for name in times:
             x = sorted(times[name])  # the 4th to the 13th contain the median in 98 of 100 runs
             print(f"{name:15}{statistics.median(x):10.2f}   {x[3]:.2f} to {x[12]:.2f}")

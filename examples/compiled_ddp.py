@@ -4,7 +4,7 @@ What you will learn: how to time an eager and a compiled step alternately, with 
 and how to time the first compiled step separately.
 
     $ torchrun --nproc-per-node 2 examples/compiled_ddp.py
-                    median ms   95 % interval
+                    median ms   95% interval
     eager               41.28   33.67 to 50.84
     compiled            42.94   34.29 to 49.55
     saved               -0.48   -10.70 to 7.81
@@ -72,7 +72,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def print_rows(rows: dict[str, list[float]]) -> None:
-    print(f"{'':15}{'median ms':>10}   95 % interval")
+    print(f"{'':15}{'median ms':>10}   95% interval")
     for name, samples in rows.items():
         median, low, high = median_ci(samples)
         print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")

@@ -5,7 +5,7 @@ stall = time of the call (`blocked`) + extra time of the steps until the upload 
 
     $ torchrun --nproc-per-node 2 examples/dcp_stall.py
     2 ranks, gloo, medians of 7 saves
-               blocked s   stall s   95 % interval
+               blocked s   stall s   95% interval
     save           0.095     0.095   0.081 to 0.117
     async_save     0.024     0.102   0.037 to 0.123
 
@@ -73,7 +73,7 @@ def shared_folder() -> str:
 def print_saves(rounds: list[list[float]], backend: str) -> None:
     """Print a row for each kind of save: median times, and the interval of the stall."""
     print(f"{dist.get_world_size()} ranks, {backend}, medians of {SAVES - 1} saves")
-    print("           blocked s   stall s   95 % interval")
+    print("           blocked s   stall s   95% interval")
     for name, times in (("save", rounds[2::2]), ("async_save", rounds[3::2])):
         blocked = statistics.median([blocked for blocked, _ in times])
         stall, low, high = median_ci([stall for _, stall in times])

@@ -4,7 +4,7 @@ What you will learn: how to time a step under DistributedDataParallel alternatel
 without averaging gradients (`no_sync`), and how to compute an interval for the difference.
 
     $ torchrun --nproc-per-node 2 examples/ddp_exposed.py
-                    median ms   95 % interval
+                    median ms   95% interval
     step                92.66   78.78 to 99.68
     local compute       60.22   52.15 to 69.91
     exposed             29.16   20.63 to 35.51
@@ -69,7 +69,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def print_rows(rows: dict[str, list[float]]) -> None:
-    print(f"{'':15}{'median ms':>10}   95 % interval")
+    print(f"{'':15}{'median ms':>10}   95% interval")
     for name, samples in rows.items():
         median, low, high = median_ci(samples)
         print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")

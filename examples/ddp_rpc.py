@@ -5,7 +5,7 @@ Distributed autograd sends the gradients to the server, where a distributed opti
 table.
 
     $ torchrun --nproc-per-node 3 examples/ddp_rpc.py
-                    median ms   95 % interval
+                    median ms   95% interval
     server              51.30   47.32 to 56.12
     copies               3.13   2.89 to 6.37
     difference          47.22   41.84 to 52.39
@@ -52,7 +52,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
             times[name].append(statistics.median(slowest.tolist()))
     times["difference"] = [a - b for a, b in zip(*times.values(), strict=True)]
     if dist.get_rank() == 0:
-        print(f"{'':15}{'median ms':>10}   95 % interval")
+        print(f"{'':15}{'median ms':>10}   95% interval")
         for name in times:
             x = sorted(times[name])  # the 4th to the 13th contain the median in 98 of 100 runs
             print(f"{name:15}{statistics.median(x):10.2f}   {x[3]:.2f} to {x[12]:.2f}")

@@ -4,7 +4,7 @@ What you will learn: how to shard a model with `fully_shard`, and how to time it
 with a twin: a copy of the model whose collectives send nothing. exposed = step - step of the twin.
 
     $ torchrun --nproc-per-node 2 examples/fsdp_exposed.py
-                    median ms   95 % interval
+                    median ms   95% interval
     step               162.96   127.11 to 183.22
     local compute       68.05   64.32 to 85.12
     exposed             74.22   45.77 to 120.91
@@ -71,7 +71,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def print_rows(rows: dict[str, list[float]]) -> None:
-    print(f"{'':15}{'median ms':>10}   95 % interval")
+    print(f"{'':15}{'median ms':>10}   95% interval")
     for name, samples in rows.items():
         median, low, high = median_ci(samples)
         print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")

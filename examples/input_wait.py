@@ -5,7 +5,7 @@ batch (one that stays in memory), without letting the loader prefetch in between
 
     $ torchrun --nproc-per-node 2 examples/input_wait.py
     2 ranks, gloo, 2 workers per rank
-                    median ms   95 % interval
+                    median ms   95% interval
     step                33.32   28.16 to 39.28
     resident            18.97   15.09 to 27.52
     wait                12.09   3.71 to 17.88
@@ -128,7 +128,7 @@ def main() -> None:
     wait = [a - b for a, b in zip(times[step], times[resident], strict=True)]
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {backend}, {WORKERS} workers per rank")
-        print(f"{'':15}{'median ms':>10}   95 % interval")
+        print(f"{'':15}{'median ms':>10}   95% interval")
         rows = {"step": times[step], "resident": times[resident], "wait": wait}
         for name, samples in rows.items():
             median, low, high = median_ci(samples)

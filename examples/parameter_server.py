@@ -5,7 +5,7 @@ future, and a server that replies to all trainers when it has received a bucket 
 These servers store no parameters; the server of batch_update_ps.py does.
 
     $ torchrun --nproc-per-node 3 examples/parameter_server.py
-                    median ms   95 % interval
+                    median ms   95% interval
     servers             59.63   45.59 to 73.04
     all-reduce          27.81   23.09 to 34.10
     difference          28.58   19.60 to 39.04
@@ -53,7 +53,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
             times[name].append(statistics.median(slowest.tolist()))
     times["difference"] = [a - b for a, b in zip(*times.values(), strict=True)]
     if dist.get_rank() == 0:
-        print(f"{'':15}{'median ms':>10}   95 % interval")
+        print(f"{'':15}{'median ms':>10}   95% interval")
         for name in times:
             x = sorted(times[name])  # the 4th to the 13th contain the median in 98 of 100 runs
             print(f"{name:15}{statistics.median(x):10.2f}   {x[3]:.2f} to {x[12]:.2f}")

@@ -6,7 +6,7 @@ step. In theory, p equal stages with m microbatches are idle for (p - 1) / (m + 
 
     $ torchrun --nproc-per-node 2 examples/pp_bubble.py
     2 stages, gloo; medians
-    microbatches   step ms   idle %   95 % interval   in theory %
+    microbatches   step ms   idle %   95% interval    in theory %
                2      9.72     51.5   35.9 to 66.1           33.3
                4     17.93     54.3   23.3 to 72.1           20.0
                8     37.76     51.6   35.0 to 67.8           11.1
@@ -135,7 +135,7 @@ def main() -> str | None:
             idle[i].append(100 - 100 * busy)
     if rank == 0:
         print(f"{ranks} stages, {backend}; medians")
-        print("microbatches   step ms   idle %   95 % interval   in theory %")
+        print("microbatches   step ms   idle %   95% interval    in theory %")
         for i, count in enumerate(counts):
             print_row(count, ranks, step_ms[i], idle[i])
     dist.destroy_process_group()

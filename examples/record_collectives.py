@@ -6,7 +6,7 @@ for benchmarks/replay.py. `--ddp` uses DDP instead of FSDP2 and tensor paralleli
 
     $ torchrun --nproc-per-node 4 examples/record_collectives.py
     4 ranks, gloo, dp x tp = (2, 2), 3 steps recorded
-    step   111.36 ms   95 % interval 91.68 to 131.46
+    step   111.36 ms   95% interval 91.68 to 131.46
     op             group            MiB  per step
     all_gather     mesh_dp        0.501         4
     all_gather     mesh_dp        0.502         4
@@ -131,7 +131,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         median, low, high = median_ci(times_ms)
         print(f"{ranks} ranks, {backend}, {kind}, {RECORDED} steps recorded")
-        print(f"step {median:8.2f} ms   95 % interval {low:.2f} to {high:.2f}")
+        print(f"step {median:8.2f} ms   95% interval {low:.2f} to {high:.2f}")
         print(f"{'op':15}{'group':12}{'MiB':>8}  per step")
         for (op, group, mib), count in sorted(calls.items()):
             print(f"{op:15}{group:12}{mib:8.3f}{count / RECORDED:10.4g}")

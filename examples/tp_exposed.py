@@ -6,7 +6,7 @@ of the real model. exposed = step - step of the twin.
 
     $ torchrun --nproc-per-node 2 examples/tp_exposed.py
     2 ranks, gloo, ('dp', 'tp') = (1, 2), output correct: True
-                    median ms   95 % interval
+                    median ms   95% interval
     step                25.66   23.63 to 28.87
     exposed dp           0.83   -3.25 to 3.41
     exposed tp           9.16   6.80 to 12.16
@@ -132,7 +132,7 @@ def main() -> int:
             times[name].append(time_block(step, device))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}, {names} = {shape}, output correct: {same}")
-        print(f"{'':15}{'median ms':>10}   95 % interval")
+        print(f"{'':15}{'median ms':>10}   95% interval")
         for name, ms in times.items():
             if name != "step":
                 ms = [step - faked for step, faked in zip(times["step"], ms, strict=True)]

@@ -7,7 +7,7 @@ rank to find.
 
     $ torchrun --nproc-per-node 2 examples/who_is_slow.py --slow 1
     2 ranks, gloo; medians
-    rank   step ms   local ms   vs. other ranks   95 % interval
+    rank   step ms   local ms   vs. other ranks   95% interval
        0     19.96       7.06              0.60   0.48 to 0.71
        1     19.16      12.04              1.67   1.42 to 2.10   slow
 
@@ -103,7 +103,7 @@ def main() -> int:
         locals_ms.append(time_each_rank(local_compute, device))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}; medians")
-        print("rank   step ms   local ms   vs. other ranks   95 % interval")
+        print("rank   step ms   local ms   vs. other ranks   95% interval")
         for rank in range(ranks):
             step_ms = statistics.median([times[rank] for times in steps_ms])
             local_ms = statistics.median([times[rank] for times in locals_ms])

@@ -444,7 +444,7 @@ def test_example(
     options["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "false"  # pp_bubble.py's
     run = bench(*words, ranks=ranks, json=False, timeout=LIMIT_S, **options)
     assert run.status == 0, run.out + run.err
-    assert "95 % interval" in run.out
+    assert "95% interval" in run.out
     if name == "record_collectives.py":
         flags = [str(tmp_path / "trace"), *SHORT.split()]
         run = bench(f"{B}/replay.py", *flags, ranks=ranks, timeout=LIMIT_S, **options)

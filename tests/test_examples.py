@@ -116,7 +116,7 @@ def test_an_example_prints_the_output_in_its_docstring(
         flags, lines = ["aot_eager"], [line.replace("inductor", "aot_eager") for line in lines]
     run = bench(edited(path.stem, tmp_path), *flags, ranks=ranks, json=False)
     assert run.status == 0, run.err
-    assert any("95 % interval" in line for line in lines)
+    assert any("95% interval" in line for line in lines)
     assert shape(run.out.splitlines()) == shape(lines)
 
 

@@ -100,7 +100,7 @@ def test_replay(shared: Callable[..., Any], tmp_path: Path, ranks: int) -> None:
 def test_each_example(name: str, shared: Callable[..., Any]) -> None:
     run = shared(f"examples/{name}", ranks=2, json=False)
     assert run.status == 0, run.out + run.err
-    assert "95 % interval" in run.out
+    assert "95% interval" in run.out
 
 
 @pytest.mark.parametrize(
