@@ -89,6 +89,7 @@ PS = f"{B}/parameter_server.py --num-embeddings 64 --embedding-dim 32 --dense-la
 PS += f" --dense-size 32 --sample-length 8 --batch-size 4 --bucket-size 0.01 {SHORT}"
 NAMED = "does not answer"
 MEMORY = {"CUDALAB_MEMORY_GIB": "0.54"}  # the context uses 0.49 of it
+HAS_PEAKS = {"CUDALAB_NAME": "NVIDIA H100 80GB HBM3"}  # in PEAKS of parallel_sweep.py: prints mfu
 GLOO: dict[str, Any] = {"implementations": False}  # or another fixed backend
 REASONS = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 COUNTERS = [f"clocks_event_reasons_counters.{reason}" for reason in REASONS]
@@ -101,7 +102,12 @@ def smi(answers: str) -> dict[str, str]:
 ROWS = [
     # each script with the defaults for CUDA, compared with values on the CPU
     Row("ddp_sweep", 2, f"{DDP} {SHORT}", on_cpu=CPU, contexts=2, ci=True),
-    Row("parallel_sweep", 2, f"{PAR} {SHORT} --mesh dp2,tp2", on_cpu=CPU, ci=True),
+    Row(
+        *("parallel_sweep", 2, f"{PAR} {SHORT} --mesh dp2,tp2"),
+        on_cpu=CPU,
+        ci=True,
+        variables=HAS_PEAKS,
+    ),
     Row(
         *("collectives", 2, f"{ALL} -d float32,bfloat16,int8 -o sum,avg,max"),
         on_cpu=f"{CPU} -o sum,max",

@@ -1,8 +1,8 @@
-"""Python imports this file at its start once env.sh is sourced (PYTHONPATH).
+"""Load cudalab. Python imports this file when it starts, because env.sh adds it to PYTHONPATH.
 
-It loads the libraries of the emulation before torch loads NVIDIA's. The dynamic linker then uses a
-library of the same name that is loaded already instead of the one in torch's RPATH. After torch, it
-loads the extension that replaces the CUDA kernels.
+It loads cudalab's libraries before torch loads NVIDIA's. The dynamic linker then uses them instead
+of the libraries of the same name in torch's RPATH. After torch, it loads the extension that replaces
+the CUDA kernels.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-import cudalab_cover  # type: ignore[import-not-found]  # beside this file
+import cudalab_cover  # type: ignore[import-not-found]  # in this folder
 
 LAB = os.environ.get("CUDALAB", "")
 LIBRARIES = (

@@ -201,8 +201,9 @@ void drop_done(lab::Works& works) {
   works.erase(std::remove_if(works.begin(), works.end(), [](auto& w) { return w->done.load(); }), works.end());
 }
 
-// Called first by what a stream capture forbids, such as cudaMalloc, queries and waits; it invalidates
-// the captures that it disturbs. about_capture: the call is about a capturing stream. Requires m.
+// Called first by functions that a stream capture forbids, such as cudaMalloc, queries and waits. It
+// invalidates the captures that they disturb. about_capture: whether the call refers to a capturing
+// stream. The caller must hold m.
 cudaError_t unsafe(bool about_capture = false) {
   if (lab::broken()) return cudaErrorAssert;
   for (auto& capture : captures) {
@@ -266,7 +267,7 @@ cudaError_t release(void* pointer) {
 
 }  // namespace
 
-// ---- what the other libraries use ---------------------------------------------------------------------
+// ---- functions for the other libraries -----------------------------------------------------------------
 
 namespace lab {
 
@@ -301,7 +302,7 @@ size_t memory_bytes() {
   static size_t bytes = atof(variable("CUDALAB_MEMORY_GIB", "79.11")) * (1 << 30);
   return bytes;
 }
-const char* device_name() { return variable("CUDALAB_NAME", "NVIDIA H100 80GB HBM3"); }
+const char* device_name() { return variable("CUDALAB_NAME", "cudalab (no GPU)"); }
 void uuid(int number, char bytes[16]) {
   for (int i = 0; i < 16; i++) bytes[i] = (char)(0x11 * (number + 1) + 7 * i);
 }
