@@ -1,18 +1,19 @@
-"""Coverage of the 95 % intervals, and how often a healthy rank is named: simulated series with a
-known median and the functions that the scripts use.
+"""Simulate the coverage of the 95% intervals, and how often a healthy rank is named.
 
     python tests/simulate_intervals.py          the tables of docs/measuring.md, a minute
+
+The series have a known median, and are given to the functions that the scripts use.
 
 independent   lognormal samples
 AR .6         lognormal samples whose logarithms have an autocorrelation of 0.6 at lag 1
 levels        a third of the variance is that of blocks, the rest that of samples; consecutive
               blocks are correlated by 0.2
 AR .9         autocorrelation of 0.9, about the strongest in practice
-phases        two levels that differ by 20 % and last 30 samples on average
-difference    difference of two steps in 12 rounds of 2; the machine drifts by 30 % during the run
+phases        two levels that differ by 20% and last for 30 samples on average
+difference    difference of two steps in 12 rounds of 2; the machine drifts by 30% during the run
 ratio         their ratio
 straggler     8 ranks of 60 iterations each, with an autocorrelation of 0.6
-outlier       8 ranks with one number each, judged as in node_check.py, with a spread of 2 %
+outlier       8 ranks with one number each, judged as in node_check.py, with a spread of 2%
 two modes     300 times of one mode, whose logarithm has a standard deviation of 1, or of two modes
 """
 
@@ -51,7 +52,7 @@ def levels(blocks: int, size: int, rng: Rng) -> Series:
 
 
 def phases(n: int, rng: Rng) -> Series:
-    """Two levels that differ by 20 % and last 30 samples on average, with noise of 1 %."""
+    """Two levels that differ by 20% and last for 30 samples on average, with noise of 1%."""
     x, at, is_slow = rng.normal(size=n) * 0.01, 0, rng.random() < 0.5
     while at < n:
         length = max(1, int(rng.exponential(30)))
@@ -65,14 +66,16 @@ def of_median(make: Callable[[Rng], Series], rng: Rng) -> Estimate:
 
 
 def of_two_steps(what: Callable[[Times, str], Estimate], rng: Rng) -> Estimate:
-    """A step of 2 s and a part of 1 s in 12 rounds of 2, on a machine that slows down. It is 15 %
-    slower in the middle of the run."""
+    """A step of 2 s and a part of 1 s in 12 rounds of 2, on a machine that slows down by 30%.
+
+    In the middle of the run, it is 15% slower than at first.
+    """
     drift = np.linspace(1, 1.3, 24)
     step, part = (np.exp(rng.normal(size=24) * SPREAD) * drift for _ in range(2))
     return what(Times({"step": [2 * step], "part": [part]}, [2] * 12), "part")
 
 
-# name -> true value, promised coverage of the intervals that are shown, function for an estimate
+# name -> true value, threshold of the test of the coverage, function for an estimate
 CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
     "independent, 24": (1.0, 0.94, partial(of_median, partial(correlated, 24, 0.0))),
     "AR .3, 28": (1.0, 0.94, partial(of_median, partial(correlated, 28, 0.3))),
@@ -94,7 +97,8 @@ CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
 
 
 def coverage(name: str, series: int) -> tuple[float, float]:
-    """(share of the shown intervals with the true value, share of series with an interval)."""
+    """The share of the reported intervals that contain the true value, and the share of series for
+    which an interval is reported."""
     true, _, make = CASES[name]
     rng = np.random.default_rng(0)
     estimates = [make(rng) for _ in range(series)]
@@ -103,56 +107,58 @@ def coverage(name: str, series: int) -> tuple[float, float]:
     return hits / max(1, len(shown)), len(shown) / series
 
 
-def says_straggler(factor: float, rng: Rng) -> bool:
-    """Whether a rank is named. Rank 2 takes `factor` times as long as the others. If one is slow,
-    naming another one counts as none."""
+def names_straggler(factor: float, rng: Rng) -> bool:
+    """Whether a straggler is named. Rank 2 takes `factor` times as long as the other ranks. If this
+    is more than 1, only rank 2 counts."""
     ranks = np.exp(np.array([correlated(60, 0.6, rng) for _ in range(8)]) * SPREAD)
     ranks[2] *= factor
     found = straggler(ranks)
     return found is not None and (factor == 1 or found[0] == 2)
 
 
-def says_outlier(factor: float, rng: Rng) -> bool:
+def names_outlier(factor: float, rng: Rng) -> bool:
+    """Whether an outlier is named, as in `names_straggler`."""
     costs = dict(enumerate(np.exp(rng.normal(size=8) * 0.02).tolist()))
     costs[2] *= factor
     found = list(outliers(costs, SIGMAS))
     return found == [2] or (factor == 1 and bool(found))
 
 
-def says_two_modes(factor: float, rng: Rng) -> bool:
-    """Whether two modes are reported. 3 of 10 calls take `factor` times as long."""
+def reports_two_modes(factor: float, rng: Rng) -> bool:
+    """Whether two modes are reported. 3 of 10 calls take `factor` times as long as the rest."""
     calls = np.exp(rng.normal(size=300) * (1.0 if factor == 1 else 0.25))
     calls[rng.random(300) < 0.3] *= factor
     return modes(calls) is not None
 
 
-# name -> function, how many times as long the slow one takes, promised rate (at most or at least)
+# name -> function, how many times as long the slow rank or call takes (1: none is slow), threshold
+# of the test: an upper limit of the rate if none is slow, otherwise a lower limit
 VERDICTS: dict[str, tuple[Any, float, float]] = {
-    "straggler, healthy": (says_straggler, 1.0, 0.05),
-    "straggler, 30% slow": (says_straggler, 1.3, 0.9),
-    "outlier, healthy": (says_outlier, 1.0, 0.01),
-    "outlier, 20% slow": (says_outlier, 1.2, 0.9),
-    "two modes of one": (says_two_modes, 1.0, 0.02),
-    "two modes, 10 times": (says_two_modes, 10.0, 0.9),
+    "straggler, healthy": (names_straggler, 1.0, 0.05),
+    "straggler, 30% slow": (names_straggler, 1.3, 0.9),
+    "outlier, healthy": (names_outlier, 1.0, 0.01),
+    "outlier, 20% slow": (names_outlier, 1.2, 0.9),
+    "two modes of one": (reports_two_modes, 1.0, 0.02),
+    "two modes, 10 times": (reports_two_modes, 10.0, 0.9),
 }
 
 
 def frequency(name: str, series: int) -> float:
     """The rate of a verdict."""
-    says, factor, _ = VERDICTS[name]
+    is_given, factor, _ = VERDICTS[name]
     rng = np.random.default_rng(0)
-    return sum(says(factor, rng) for _ in range(series)) / series
+    return sum(is_given(factor, rng) for _ in range(series)) / series
 
 
 def main() -> None:
     print(f"{'series':18} {'covered':>7} {'threshold':>9} {'shown':>7}")
-    for name, (_, promised, _) in CASES.items():
-        holds, shown = coverage(name, 4000)
-        print(f"{name:18} {holds:7.1%} {promised:9.0%} {shown:7.1%}")
+    for name, (_, threshold, _) in CASES.items():
+        covered, shown = coverage(name, 4000)
+        print(f"{name:18} {covered:7.1%} {threshold:9.0%} {shown:7.1%}")
     print(f"\n{'verdict':22} {'given':>7} {'threshold':>9}")
-    for name, (_, factor, promised) in VERDICTS.items():
-        most = "<=" if factor == 1 else ">="
-        print(f"{name:22} {frequency(name, 2000):7.1%} {most:>4} {promised:4.0%}")
+    for name, (_, factor, threshold) in VERDICTS.items():
+        limit = "<=" if factor == 1 else ">="
+        print(f"{name:22} {frequency(name, 2000):7.1%} {limit:>4} {threshold:4.0%}")
 
 
 if __name__ == "__main__":

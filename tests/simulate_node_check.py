@@ -1,17 +1,17 @@
-"""Simulated error rates of node_check.py: how often it names healthy and slow ranks or nodes.
+"""Simulate the error rates of node_check.py: how often it names healthy and slow ranks or nodes.
 
     python tests/simulate_node_check.py         the table of docs/node_check.md, a minute
 
-8 ranks are measured once, and again if one of them looks slow or unsteady. The links of 8 nodes are
-measured in the same way. The functions of the script judge them.
+8 ranks are measured, and measured again if one of them looks slow or unsteady. The links of 8 nodes
+are measured in the same way. The times are simulated; the functions of the script judge them.
 
-CPU, quiet    the noise of ranks on an idle node with 2 cores: levels differ by 2 %, samples are
-              6 to 25 % longer, and 3 in 100 several times as long
+CPU, quiet    the noise of ranks on an idle node with 2 cores: levels differ by 2%, samples are 6 to
+              25% longer, and 3 in 100 several times as long
 CPU, N %      another process uses N % of the 2 cores in bursts of a second. In half of the bursts a
               rank is on the same core; 85 in 100 of its samples then take 2 to 6 times as long
-GPU           levels that differ by 1.5 %, blocks that differ by 1 %; heat slows 1 of 10 blocks
-links, CPU    samples of 50 ms over gloo with 15 % noise; 3 in 100 take twice as long
-links, GPU    samples of 50 ms over NCCL with 1 % noise, and levels that differ by 1 %
+GPU           levels that differ by 1.5%, blocks that differ by 1%; heat slows 1 of 10 blocks
+links, CPU    samples of 50 ms over gloo with 15% noise; 3 in 100 take twice as long
+links, GPU    samples of 50 ms over NCCL with 1% noise, and levels that differ by 1%
 """
 
 import sys
@@ -40,21 +40,21 @@ Rng = np.random.Generator
 Times = NDArray[np.float64]  # [iterations]
 
 
-class World(NamedTuple):
+class Condition(NamedTuple):
     device: str
     margin: float
-    neighbours: float  # the share of the cores that other processes use
+    others: float  # the share of the cores that other processes use
     links: bool = False
 
 
-WORLDS = {
-    "CPU, quiet": World("cpu", 0.4, 0.0),
-    "CPU, 5 %": World("cpu", 0.4, 0.05),
-    "CPU, 9 %": World("cpu", 0.4, 0.09),
-    "CPU, 30 %": World("cpu", 0.4, 0.3),
-    "GPU": World("cuda", 0.1, 0.0),
-    "links, CPU": World("cpu", 2.0, 0.0, links=True),
-    "links, GPU": World("cuda", 0.1, 0.0, links=True),
+CONDITIONS = {
+    "CPU, quiet": Condition("cpu", 0.4, 0.0),
+    "CPU, 5 %": Condition("cpu", 0.4, 0.05),
+    "CPU, 9 %": Condition("cpu", 0.4, 0.09),
+    "CPU, 30 %": Condition("cpu", 0.4, 0.3),
+    "GPU": Condition("cuda", 0.1, 0.0),
+    "links, CPU": Condition("cpu", 2.0, 0.0, links=True),
+    "links, GPU": Condition("cuda", 0.1, 0.0, links=True),
 }
 # how many times as long the slow rank or node takes
 SLOWER = {"CPU": 1.6, "GPU": 1.2, "links, CPU": 4.0, "links, GPU": 1.3}
@@ -88,20 +88,20 @@ def bursts(rng: Rng, share: float) -> NDArray[np.bool_]:
     return states
 
 
-def measured_ranks(rng: Rng, world: World, slow: float) -> Judgement:
+def measured_ranks(rng: Rng, condition: Condition, slow: float) -> Judgement:
     """A measurement of each rank alone. slow: how many times as long rank SLOW takes."""
     alone: list[list[int]] = [[rank] for rank in range(RANKS)]
     teams = {"rank": alone, "node": [list(range(RANKS))], "rail": alone}
-    margins = dict.fromkeys(("rank", "node", "rail", "link"), world.margin)
+    margins = dict.fromkeys(("rank", "node", "rail", "link"), condition.margin)
     cluster = node_check.Cluster(True, [0] * 8, teams, ["kind"] * 8, margins, {}, SIGMAS)
-    runs = bursts(rng, world.neighbours)
+    runs = bursts(rng, condition.others)
     cases, unsteady = [], []
     for rank in range(RANKS):
         busy = runs & (rng.random() < 0.5)
         metrics: dict[str, float] = {}
         drifts: list[float | None] = []
         for step, noise in NOISE.items():
-            on_cuda = world.device == "cuda"
+            on_cuda = condition.device == "cuda"
             times = on_gpu(rng) if on_cuda else on_cpu(rng, noise, busy)
             times *= slow if rank == SLOW else 1.0
             blocks = times.reshape(ROUNDS, ITERATIONS).mean(axis=1).tolist()
@@ -111,36 +111,36 @@ def measured_ranks(rng: Rng, world: World, slow: float) -> Judgement:
             judged = partial(node_check.sustained, on_cuda=on_cuda)
             drifts.append(drift_of(blocks, judged))
         cases.append(Case(key={"rank": rank}, ranks=[rank], metrics=metrics))
-        if node_check.drifted(widest(drifts), world.margin):
+        if node_check.drifted(widest(drifts), condition.margin):
             unsteady.append(Component("rank", ((rank,),)))
     return Judgement(node_check.judge(cases, cluster), unsteady)
 
 
-def measured_links(rng: Rng, world: World, slow: float) -> Judgement:
+def measured_links(rng: Rng, condition: Condition, slow: float) -> Judgement:
     """A measurement of the links of 8 nodes. slow: how many times as long the links of SLOW
     take."""
     links, unsteady = [], []
     for a, b in (pair for pairs in rounds_of(RANKS) for pair in pairs):
         level = rng.normal(1, 0.01) * (slow if SLOW in (a, b) else 1.0)
-        samples = level * np.exp(rng.normal(0, 0.15 if world.device == "cpu" else 0.01, 6))
-        if world.device == "cpu":
+        samples = level * np.exp(rng.normal(0, 0.15 if condition.device == "cpu" else 0.01, 6))
+        if condition.device == "cpu":
             samples *= np.where(rng.random(6) < 0.03, 2.0, 1.0)
         blocks = samples.reshape(2, 3).mean(axis=1).tolist()
         link = Link(a, b, 10.0, None, None, 1 / max(blocks), median(samples).relative)
         links.append(link._replace(drift=drift_of(blocks, max)))
-        if node_check.drifted(links[-1].drift, world.margin):
+        if node_check.drifted(links[-1].drift, condition.margin):
             unsteady.append(Component("link", ((a, b),)))
-    found = slow_links(links, list(range(RANKS)), "rank", SIGMAS, world.margin)
+    found = slow_links(links, list(range(RANKS)), "rank", SIGMAS, condition.margin)
     return Judgement(found, unsteady)
 
 
-def verdict(rng: Rng, world: World, slow: float) -> str:
+def verdict(rng: Rng, condition: Condition, slow: float) -> str:
     """The last line of a run."""
-    measured = measured_links if world.links else measured_ranks
-    found = measured(rng, world, slow)
+    measured = measured_links if condition.links else measured_ranks
+    found = measured(rng, condition, slow)
     if found.slow or found.unsteady:
-        found = node_check.in_both(found, measured(rng, world, slow))
-    others = Others(world.neighbours * CORES, CORES) if world.neighbours > BUSY else None
+        found = node_check.in_both(found, measured(rng, condition, slow))
+    others = Others(condition.others * CORES, CORES) if condition.others > BUSY else None
     members = [f"member {number}" for number in range(RANKS)]
     names = {"rank": members, "node": members, "link": members}
     unsteady = [component.name(names) for component in found.unsteady]
@@ -148,10 +148,10 @@ def verdict(rng: Rng, world: World, slow: float) -> str:
     return node_check.conclude(found.slow, doubts, bool(others), [], "slow", names, "")[1][-1]
 
 
-def rates(world: World, slow: float, runs: int) -> dict[str, float]:
+def rates(condition: Condition, slow: float, runs: int) -> dict[str, float]:
     """Shares of the runs by verdict."""
     rng = np.random.default_rng(1)
-    lines = [verdict(rng, world, slow) for _ in range(runs)]
+    lines = [verdict(rng, condition, slow) for _ in range(runs)]
     return {
         "not fit": sum(line.startswith("not fit") for line in lines) / runs,
         "no verdict": sum(line.startswith("no verdict") for line in lines) / runs,
@@ -160,7 +160,7 @@ def rates(world: World, slow: float, runs: int) -> dict[str, float]:
 
 
 def slower(name: str) -> float:
-    """How many times as long the slow rank or node of this world takes."""
+    """How many times as long the slow rank or node takes under a condition."""
     return SLOWER.get(name) or SLOWER[name.partition(",")[0]]
 
 
@@ -168,9 +168,9 @@ def main() -> None:
     columns = "injected slowdown | not fit | no verdict | only the slow one named"
     print(f"| simulated noise: 8 ranks, or links of 8 nodes | {columns} |")
     print("|---|---|---|---|---|")
-    for name, world in WORLDS.items():
+    for name, condition in CONDITIONS.items():
         for slow in (1.0, slower(name)):
-            shares = [f"{share:.1%}" for share in rates(world, slow, 1000).values()]
+            shares = [f"{share:.1%}" for share in rates(condition, slow, 1000).values()]
             if slow == 1:  # nothing is planted
                 shares[-1] = "-"
             print(f"| {name} | {f'{slow:g} times' if slow > 1 else '-'} | {' | '.join(shares)} |")

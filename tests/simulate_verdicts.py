@@ -1,15 +1,16 @@
-"""Error rates of compare.py and ab.py: simulated runs and the functions that the scripts use.
+"""Simulate the error rates of compare.py and ab.py.
 
     python tests/simulate_verdicts.py            the table of docs/compare.md, some minutes
     python tests/simulate_verdicts.py load       that of docs/measuring.md, under load
-    python tests/simulate_verdicts.py load 7     the same, with runs that differ by 7 %
+    python tests/simulate_verdicts.py load 7     the same, with runs that differ by 7%
 
-The logarithm of a run's time is the level of the machine plus noise of 3 %. A drifting level has an
-autocorrelation of 0.8 from run to run and a standard deviation of 3 % as well.
+The times of runs are simulated, and are given to the functions that the scripts use. The logarithm
+of a run's time is the level of the machine plus noise of 3%. A drifting level has a standard
+deviation of 3% as well, and an autocorrelation of 0.8 from run to run.
 
-Under load a run of one second takes 1 + s times as long, if other processes use the share s of the
-cores during the run. Runs differ by 1 % unless a number is given, and the load is known to 1 % of
-the cores.
+Under load, a run of one second takes 1 + s times as long if other processes use the share s of the
+cores during the run. Runs differ by 1% unless a number is given, and the load is known to 1% of the
+cores.
 """
 
 import sys
@@ -67,7 +68,8 @@ def is_called(result: Result) -> bool:
 
 
 def drifting(rng: Rng, in_turn: bool) -> Result:
-    """Equal programs that alternate (A B, B A, A B, ...), or all of BASE before all of TEST."""
+    """Equal programs on a drifting machine. in_turn: they alternate (A B, B A, A B, ...); otherwise
+    all runs of BASE precede those of TEST."""
     runs = level(rng, 12) + noise(rng, 12)
     if not in_turn:
         return judged(runs[:6], runs[6:])
@@ -75,7 +77,7 @@ def drifting(rng: Rng, in_turn: bool) -> Result:
 
 
 def a_false_call_among_24(rng: Rng) -> float:
-    """The share of significant cases that are false, if 6 of 24 cases are 10 % slower."""
+    """The share of false discoveries among all discoveries, if 6 of 24 cases are 10% slower."""
     cases = []
     for number in range(24):
         base, test = noise(rng, 6), noise(rng, 6) + (0.1 if number < 6 else 0)
@@ -87,7 +89,7 @@ def a_false_call_among_24(rng: Rng) -> float:
 
 
 def decides(rng: Rng, factor: int) -> bool:
-    """Whether `factor` times the recommended number of runs decide, with a margin of 5 %."""
+    """Whether `factor` times the recommended number of runs decide, with a margin of 5%."""
     three = np.array([-NOISE, 0, NOISE])
     runs_needed = judged(three, three, margin=0.05).runs_needed or 0
     return equal(rng, factor * runs_needed, margin=0.05).verdict != "undecided"
@@ -101,7 +103,8 @@ def shows_smallest_change(rng: Rng) -> bool:
 
 
 def race(rng: Rng, slow: float = 0, keep_levels: bool = False) -> set[str]:
-    """Which of 4 commands are called slower. keep_levels: each command has its own level."""
+    """Which of 4 commands are called slower. slow: by how much one of them is slower. keep_levels:
+    each command has a separate drifting level, so its times are correlated from round to round."""
     looks = planned_looks(6, 24)
     machine = level(rng, 24)
     runs = [change + machine + noise(rng, 24) for change in (0, 0, 0, slow)]
@@ -122,7 +125,7 @@ def race(rng: Rng, slow: float = 0, keep_levels: bool = False) -> set[str]:
     return set(state.lost_to)
 
 
-# what is simulated | promised rate -> one simulation
+# what is simulated | nominal rate -> one simulation
 CASES: dict[str, Callable[[Rng], float]] = {
     "the interval contains the true ratio | 95%": lambda rng: holds(equal(rng)),
     "the interval contains the true ratio, if TEST varies 3 times as much | 95%": (
@@ -150,7 +153,9 @@ CASES: dict[str, Callable[[Rng], float]] = {
 # -- under load ------------------------------------------------------------------------------------
 
 CORES, GAP_S, RUNS = 2, 0.3, 6
-BESIDE = {  # condition -> seconds on, seconds off, share of the cores while on
+# Condition -> seconds during which the other process runs, seconds during which it pauses, and the
+# share of the cores that it uses while it runs
+LOADS = {
     "(a) idle": (1.0, 0.0, 0.0),
     "(b) a busy loop throughout": (1.0, 0.0, 0.5),
     **{f"(c) a busy loop every {s} s": (s / 2, s / 2, 0.5) for s in (2, 10, 30, 60, 120)},
@@ -160,7 +165,7 @@ BESIDE = {  # condition -> seconds on, seconds off, share of the cores while on
 
 def load_between(condition: str, begin_s: float, end_s: float) -> float:
     """The mean share of the cores that the other process uses."""
-    on, off, share = BESIDE[condition]
+    on, off, share = LOADS[condition]
 
     def on_until(at_s: float) -> float:
         whole, rest = divmod(at_s, on + off)
@@ -215,14 +220,14 @@ def by_compare(rng: Rng, condition: str, change: float, scatter: float = SCATTER
     return compare(sides[0], sides[1], Design())
 
 
-def beside(
+def under_load(
     how: Callable[[Rng, str, float, float], Comparison],
     condition: str,
     change: float,
     count: int,
     scatter: float = SCATTER,
 ) -> tuple[float, float, float]:
-    """Shares of comparisons with a wrong verdict, without a verdict, and that find the change."""
+    """The shares of comparisons with a wrong verdict, with no verdict, and that find the change."""
     rng = np.random.default_rng(0)
     verdicts = [how(rng, condition, change, scatter).cases[0].verdict for _ in range(count)]
     wrong = ("slower", "faster") if change == 0 else ("faster", "same")
@@ -233,21 +238,22 @@ def beside(
     return sum(map(verdicts.count, wrong)) / count, shares[0] / count, shares[1] / count
 
 
-def show_beside(scatter: float, count: int = 1000) -> None:
+def show_under_load(scatter: float, count: int = 1000) -> None:
     """Print the table of docs/measuring.md."""
     print(
         "| | ab.py: wrong | at most | no verdict | finds 3 % | 10 % | 30 % | compare.py: wrong |"
         " no verdict | finds 30 % |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for condition in BESIDE:
-        wrong, none, _ = beside(by_ab, condition, 0, count, scatter)
+    for condition in LOADS:
+        wrong, none, _ = under_load(by_ab, condition, 0, count, scatter)
         most = stats.beta.ppf(0.95, round(wrong * count) + 1, count - round(wrong * count))
         found = [
-            beside(by_ab, condition, change, count // 3, scatter)[2] for change in (0.03, 0.1, 0.3)
+            under_load(by_ab, condition, change, count // 3, scatter)[2]
+            for change in (0.03, 0.1, 0.3)
         ]
-        stored = beside(by_compare, condition, 0, count, scatter)
-        late = beside(by_compare, condition, 0.3, count // 3, scatter)[2]
+        stored = under_load(by_compare, condition, 0, count, scatter)
+        late = under_load(by_compare, condition, 0.3, count // 3, scatter)[2]
         cells = [wrong, most, none, *found, stored[0], stored[1], late]
         print(f"| {condition} | {' | '.join(f'{cell:.1%}' for cell in cells)} |", flush=True)
 
@@ -260,6 +266,6 @@ def share(name: str, count: int) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
-        show_beside(float(sys.argv[2]) / 100 if sys.argv[2:] else SCATTER)
+        show_under_load(float(sys.argv[2]) / 100 if sys.argv[2:] else SCATTER)
     for name in CASES if not sys.argv[1:] else ():
         print(f"| {name} | {share(name, 1000):.1%} |", flush=True)

@@ -288,10 +288,10 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["CPU, quiet", "CPU, 30 %", "GPU", "links, CPU", "links, GPU"])
 def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
     """The limits are wide. docs/node_check.md has the rates of more runs."""
-    world = simulation.WORLDS[name]
-    healthy = simulation.rates(world, 1.0, 15)
-    slow = simulation.rates(world, simulation.slower(name), 10)
-    if world.neighbours > 0.1:
+    condition = simulation.CONDITIONS[name]
+    healthy = simulation.rates(condition, 1.0, 15)
+    slow = simulation.rates(condition, simulation.slower(name), 10)
+    if condition.others > 0.1:
         assert healthy["no verdict"] == slow["no verdict"] == 1.0
     else:
         assert healthy["not fit"] + healthy["no verdict"] <= 0.07

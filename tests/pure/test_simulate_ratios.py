@@ -1,14 +1,14 @@
 """A quick version of tests/simulate_ratios.py: intervals of geometric means over rounds have the
-promised coverage, and are narrower than those of medians on a machine with varying load."""
+nominal coverage, and are narrower than those of medians on a machine with varying load."""
 
 import pytest
 
-from tests.simulate_ratios import WORLDS, judged
+from tests.simulate_ratios import CONDITIONS, judged
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_coverage_of_the_interval_of_a_ratio(world: str) -> None:
-    holds, _ = judged("geometric means", world, 12, 4, 150)
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_coverage_of_the_interval_of_a_ratio(condition: str) -> None:
+    holds, _ = judged("geometric means", condition, 12, 4, 150)
     assert holds >= 0.87
 
 

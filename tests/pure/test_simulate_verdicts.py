@@ -7,7 +7,7 @@ import pytest
 
 from tests.measure_verdicts import summary, upper_bound
 from tests.process import ROOT
-from tests.simulate_verdicts import beside, by_ab, by_compare, share
+from tests.simulate_verdicts import by_ab, by_compare, share, under_load
 
 LIMITS = {  # number of simulations, lower and upper limit of the rate
     "the interval contains the true ratio, if TEST varies 3 times as much | 95%": (100, 0.85, 1),
@@ -32,13 +32,13 @@ def test_error_rates(name: str) -> None:
 @pytest.mark.parametrize("how", [by_ab, by_compare])
 def test_equal_programs_under_load_are_not_called_different(how: Any) -> None:
     for condition in ("(b) a busy loop throughout", "(c) a busy loop every 10 s"):
-        assert beside(how, condition, 0, 15)[0] <= 0.2
+        assert under_load(how, condition, 0, 15)[0] <= 0.2
 
 
 def test_steady_load_and_pairs() -> None:
     condition = "(d) 30 % of the cores"
-    assert beside(by_ab, condition, 0.1, 6)[2] == 1
-    assert beside(by_compare, condition, 0.1, 6)[1] == 1
+    assert under_load(by_ab, condition, 0.1, 6)[2] == 1
+    assert under_load(by_compare, condition, 0.1, 6)[1] == 1
 
 
 def test_bound_of_wrong_verdicts() -> None:
