@@ -1,4 +1,4 @@
-"""Scripts that read reports. They need no torch."""
+"""Scripts that read reports, logs and traces. They do not need torch."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from common import cli  # first: it reports a missing package
 def end_interrupted(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """sys.excepthook: Ctrl-C ends a script with a message of one line and status 130."""
+    """sys.excepthook: on Ctrl-C, print one line and exit with status 130."""
     if issubclass(kind, KeyboardInterrupt) and not hasattr(sys, "ps1"):  # not in a Python shell
         cli.complain(f"{Path(sys.argv[0]).name}: interrupted")
         sys.exit(130)

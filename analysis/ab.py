@@ -7,16 +7,17 @@
 # ///
 """Is B slower than A? Or: which of several commands is the fastest? Runs the commands alternately.
 
-Without --b, it compares A with A, and prints the smallest change that this number of runs detects.
+Without --b and --b-env, the script compares A with itself, and prints the smallest change that this
+number of runs detects.
 
 In each round, A and B run once, and the two runs form a pair. Of every 4 rounds, two begin with A
-and two with B, in random order, so that no periodic disturbance favours one of them. A pair is not
+and two with B, in random order, so that no periodic disturbance favors one of them. A pair is not
 evidence if other processes loaded its two runs differently. It is then replaced by another round,
 up to --max-runs.
 
 The script appends `--json PATH` to each command, so that every run writes its report to OUT/a or
 OUT/b. To continue an interrupted call, repeat it: runs with a complete report are not repeated. For
-a command that writes no report use --step, which reads step times from its output instead.
+a command that writes no report, use --step, which reads step times from its output instead.
 
 To compare several commands, give each a NAME. Each command runs once per round, in random order.
 After 6, 8, 12, ... rounds, commands that are significantly slower than the fastest are dropped. The
@@ -39,9 +40,9 @@ script ends when one command is left, when the others are the same within --marg
 On a shared machine use --interleave: the runs of a round alternate block by block. It requires
 scripts of this project, with rank 0 on this machine.
 
-Exit status: 0 success; 1 if a run failed, the disk is full, or a case has a verdict of --fail-on;
-2 incorrect usage; 4 with --fail-on, if there is no verdict; 130 after Ctrl-C, 143 after SIGTERM.
-BSD-3-Clause.
+Exit status: 0 success; 1 if a run failed, the disk is full, or a case failed or has a verdict of
+--fail-on; 2 incorrect usage; 4 with --fail-on, if there is no verdict; 129, 130 and 143 after
+SIGHUP, Ctrl-C and SIGTERM. BSD-3-Clause.
 """
 
 import argparse
@@ -60,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import as_json, step_logs
 from analysis.commands import Command, ending_children, open_plan, run_round, seed_of
-from analysis.compare import add_verdict_flags, as_pair, exit_status, in_format, show
+from analysis.compare import add_verdict_flags, as_pair, exit_status, format_comparison, show
 from analysis.evidence import UNEQUAL_LOAD
 from analysis.load import load
 from analysis.plan import Verdict
@@ -79,11 +80,13 @@ class Plan(NamedTuple):
     interleave: bool
 
 
-PATTERNS = [*sorted(set(itertools.permutations([False, False, True, True])))]  # of 4 rounds
+# All ways in which two of 4 rounds can be in reverse order
+PATTERNS = [*sorted(set(itertools.permutations([False, False, True, True])))]
 
 
 def order_of(names: Sequence[str], n: int, seed: int) -> list[str]:
-    """The order of the commands in round n. It depends only on the seed, also after a restart.
+    """The order of the commands in round n, counting from 1. It follows from the seed, and is
+    therefore the same after a restart.
 
     Of two commands, each comes first in two of every 4 rounds (1 to 4, 5 to 8, ...), chosen at
     random. The order of several commands is drawn independently in each round.
@@ -98,7 +101,7 @@ def order_of(names: Sequence[str], n: int, seed: int) -> list[str]:
 
 
 def lost_pairs(comparison: Comparison) -> int:
-    """The number of pairs of runs that are lost only because of the load."""
+    """The number of pairs of runs that are left out only because of the load."""
     return sum(why == UNEQUAL_LOAD for why in comparison.left_out.values())
 
 
@@ -107,9 +110,10 @@ def run_rounds(
 ) -> tuple[Race, int]:
     """Run the commands in rounds. Returns the race and the number of rounds.
 
-    With several commands, slower ones are dropped at each look, until the fastest is known or no
-    look is left. Two commands run in all rounds. Pairs that are lost because of the load are then
-    replaced, up to `most` rounds. Raises RuntimeError if a run fails.
+    looks: numbers of rounds after which the results are evaluated. Two commands run in all rounds.
+    Pairs that are left out because of the load are then replaced, up to `most` rounds. If there are
+    more commands, the slower ones are dropped at each look, until the fastest is known or no look
+    is left. Raises RuntimeError if a run fails.
     """
 
     def result_of(base: str, test: str, rounds: int) -> Result:
@@ -159,8 +163,8 @@ def total_time(seconds: float, rounds: int, spare: int, first_look: int | None) 
     """`; 6 rounds take about 4 min`: the estimate after the first round of a call.
 
     seconds: duration of that round. rounds: number of rounds in this call, including that one.
-    spare: number of rounds that may be added. first_look: the round after which a race may end;
-    None for two commands.
+    spare: number of rounds that may be added. first_look: number of rounds before the first look,
+    at which a race may end; None for two commands.
     """
     if rounds == 1:
         return ""
@@ -181,11 +185,11 @@ def time_left(took_s: Sequence[float], left: int, is_race: bool) -> str:
 
 
 def planned_looks(first: int, most: int) -> list[int]:
-    """The numbers of rounds after which the result is evaluated.
+    """The numbers of rounds after which a race is evaluated: 6, 8, 12, 16, 24 for (6, 24).
 
-    Each is larger by about a third, and even, because ABBA balances a drift over two pairs. A look
-    that is followed by the last one with at most 15 % more runs would not be worth its share of the
-    error rate.
+    Each number is the previous one plus a third, rounded up to an even number, and the last one is
+    `most`. A look is omitted if `most` is larger by at most 15%: it would take a share of the error
+    rate, but could save only few runs.
     """
     looks = [first]
     while looks[-1] < most:
@@ -229,12 +233,15 @@ def measure(args: argparse.Namespace) -> int:
         return 0
     comparison = compared(*names, rounds)
     both = names[0], names[1]
-    put(in_format(args.format, comparison, args.fail_on, is_like_with_like, both))
+    put(format_comparison(args.format, comparison, args.fail_on, is_like_with_like, both))
     return exit_status(comparison, args.fail_on)
 
 
 def show_race(race: Race, compared: Compared, margin: float, form: str = "table") -> None:
-    """Print each command against the best one, and the result in a sentence. form: --format."""
+    """Print the comparison of each command with the best one, and the result in a sentence.
+
+    form: the value of --format.
+    """
     comparisons = against_the_best(race, compared)
     if form == "json":
         pairs = [as_pair(each, race.best, name) for name, each in comparisons.items()]
@@ -286,9 +293,9 @@ def variable(text: str) -> tuple[str, str]:
 def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    base = "the command to compare with, quoted as one argument"
+    base = "command A, with which the commands of --b are compared; quoted as one argument"
     add("--a", required=True, type=command, metavar="[NAME=]COMMAND", help=base)
-    b = "one or more commands to compare with A (default: A itself, which shows the noise)"
+    b = "one or more commands to compare with A (default: A itself)"
     add("--b", type=command, metavar="[NAME=]COMMAND", help=b, **lists)
     b_env = "environment variables for the commands of --b"
     add("--b-env", type=variable, metavar="NAME=VALUE", help=b_env, **lists)

@@ -1,11 +1,11 @@
 """The bandwidth of the collectives in a trace, compared with their isolated bandwidth.
 
-time   = that of the rank with the shortest call: it arrived last, so it does not wait
+time   = duration of the shortest call of any rank: that rank arrived last, so it does not wait
 algbw  = bytes / time, where bytes is the larger of what a rank sends and receives
 busbw  = algbw * 2(n-1)/n for all_reduce; * (n-1)/n for all_gather, reduce_scatter, all_to_all,
          gather and scatter; * 1 for other operations (nccl-tests' doc/PERFORMANCE.md)
-alone  = the time of the same calls in isolation, as measured by collectives.py at these sizes, on
-         the same number of ranks in the same layout
+alone  = time of the same calls in isolation, as measured by collectives.py at these sizes, on the
+         same number of ranks in the same layout
 """
 
 import math
@@ -25,14 +25,14 @@ RANKS_PER_NODE = 8  # consecutive ranks on a node, if the traces do not name the
 
 @dataclass
 class Row:
-    """The calls of a collective on a process group, in the mean step."""
+    """All calls of one kind of collective on a process group, per step (mean over steps)."""
 
     group: Group
     operation: str
     calls: float
     size_bytes: float | None
     ms: float
-    waiting: bool  # whether its time includes waiting for other ranks
+    waiting: bool  # whether `ms` includes waiting for other ranks
     step_ms: float  # length of the mean step
     alone: Estimate | None = None  # milliseconds of the same calls in isolation
 
@@ -49,6 +49,7 @@ class Row:
 
     @property
     def ratio(self) -> Estimate | None:
+        """Time in the trace / time in isolation."""
         return self.ms / self.alone if self.alone else None
 
     @property
@@ -85,9 +86,10 @@ def rows_of(
     alone: Alone | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """The collectives of all groups, and remarks on them. alone: times in isolation.
+    """The collectives of all groups, and remarks on them.
 
-    Calls that cannot be compared have rows of their own, and a remark explains why.
+    alone: times in isolation, in which case calls that cannot be compared are in separate rows, and
+    a remark explains why. ranks_per_node: None to use the host names in the traces.
     """
     rows, lines, notes = list[Row](), list[str](), dict[str, None]()
     for group in groups:
@@ -156,7 +158,7 @@ def timed(group: Group, operation: str) -> list[Sample]:
 
 
 def size_of(call: Call, ranks: int | None) -> int | None:
-    """The bytes of a call as nccl-tests counts them; None if unknown."""
+    """The size of a call in bytes, as nccl-tests defines it; None if unknown."""
     about = call.about
     if about.size_bytes is None or not about.of_rank:
         return about.size_bytes
@@ -166,7 +168,7 @@ def size_of(call: Call, ranks: int | None) -> int | None:
 def row_of(
     group: Group, operation: str, samples: Sequence[Sample], waiting: bool, step_ms: float
 ) -> Row:
-    """The sum of some calls, per step."""
+    """The sum over these calls, per step."""
     ms = math.fsum(one.seconds * one.weight for one in samples) * 1e3 / group.steps
     calls = math.fsum(one.weight for one in samples) / group.steps
     size = None
@@ -193,8 +195,10 @@ def layout_in(
 
 
 def compare(sample: Sample, alone: Alone, operation: str, layout: Layout) -> None:
-    """Fill in the isolated time of a call of this size, or why it is unknown. A time that was
-    measured with the same dtype is preferred to those of other dtypes."""
+    """Set the time in isolation of a call of this size, or the reason why it is unknown.
+
+    A time that was measured with the same dtype is preferred.
+    """
     if sample.size_bytes is None:
         sample.why = "the trace does not contain their sizes"
         return

@@ -1,8 +1,9 @@
 """Match the collectives of several ranks, and find out which ranks wait for which.
 
-All ranks leave an all-reduce together. So the waiting time of a rank is the length of its call
-minus that of the shortest call, which belongs to the rank that arrived last. Nodes have no common
-clock, so only durations count.
+No rank can leave an all-reduce before all ranks have arrived, and then all leave it at about the
+same time. Therefore the waiting time of a rank is the length of its call minus that of the shortest
+call, which belongs to the rank that arrived last. Only durations are compared, because the nodes do
+not share a clock.
 """
 
 from collections import Counter, defaultdict
@@ -19,12 +20,14 @@ from common.cli import cut
 # Operations in which no rank can finish before the last rank has started
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 MATCHED = (*SYNCHRONIZING, "broadcast", "reduce", "gather", "scatter")  # called by every rank
-LATE = 0.05  # of a step: a rank is named if the other ranks wait longer for it
+LATE = 0.05  # share of a step: a rank is named if the other ranks wait longer than this for it
 SEQ = "torch 2.12 and later number them (Seq)"
 
 
 class Call(NamedTuple):
-    step: str
+    """A call of a collective on one rank, within a step."""
+
+    step: str  # the name of the step
     activity: Activity
 
     @property
@@ -35,6 +38,7 @@ class Call(NamedTuple):
 
     @property
     def us(self) -> float:
+        """The duration in microseconds."""
         return self.activity.end - self.activity.start
 
 
@@ -47,7 +51,7 @@ class Group:
 
     name: str
     ranks: str  # `[0, 1]`; empty if unknown
-    size: int | None  # number of its ranks; None if unknown
+    size: int | None  # number of ranks; None if unknown
     calls: dict[int, list[Call]]  # by rank
     steps: int  # number of steps that the traces of all these ranks contain
     comparable: bool  # whether all traces are known to be of the same group
@@ -56,10 +60,11 @@ class Group:
 
     @property
     def of_name(self) -> str:
-        """The group in a sentence: ` of dp`."""
+        """The name as part of a sentence: ` of dp`."""
         return f" of {clean(self.name, 60)}" if self.name else ""
 
     def of(self, operation: str) -> dict[int, list[Call]]:
+        """The calls of an operation, by rank."""
         return {
             rank: [call for call in calls if call.about.name == operation]
             for rank, calls in self.calls.items()
@@ -82,10 +87,10 @@ def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
     for (name, ranks), calls in sorted(found.items()):
         names = [{step.name for step in traces[rank].steps} for rank in calls]
         steps = len(set.intersection(*names)) or min(map(len, names))
-        told = {call.about.group_size for of_rank in calls.values() for call in of_rank} - {None}
-        if not told and len(sizes) == 1 and not ranks:
-            told = {*sizes}
-        size = told.pop() if len(told) == 1 else None
+        known = {call.about.group_size for of_rank in calls.values() for call in of_rank} - {None}
+        if not known and len(sizes) == 1 and not ranks:
+            known = {*sizes}
+        size = known.pop() if len(known) == 1 else None
         group = Group(name, ranks, size, dict(calls), steps, bool(ranks) or have_all)
         if group.comparable:
             match(group)
@@ -97,13 +102,13 @@ def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
 
 
 def match(group: Group) -> None:
-    """Match the calls of different ranks that are one collective, and add remarks on the others.
+    """Match the calls of all ranks that belong to the same collective. Adds remarks on other calls.
 
     Calls are matched by `Seq` and `Comms Id` if the traces contain these. Otherwise they are
     matched by their order within a step, provided that all ranks have the same number of calls.
     """
     operations = {call.about.name for calls in group.calls.values() for call in calls}
-    alone, apart = 0, Counter[str]()
+    unmatched, uneven = 0, Counter[str]()  # calls, and steps of each operation
     for operation in sorted(operations & set(MATCHED)):
         of_rank = group.of(operation)
         numbered = all(call.about.call for calls in of_rank.values() for call in calls)
@@ -114,25 +119,28 @@ def match(group: Group) -> None:
         matched: list[Matched] = []
         for by_rank in places.values():
             if len(by_rank) < len(group.calls):
-                alone += max(map(len, by_rank.values()))
+                unmatched += max(map(len, by_rank.values()))
             elif len({len(calls) for calls in by_rank.values()}) > 1:
-                apart[operation] += 1
+                uneven[operation] += 1
             else:
                 matched += pair(by_rank)
         group.matched[operation] = matched
-    if alone:
-        count = "1 call" if alone == 1 else f"{alone} calls"
+    if unmatched:
+        count = "1 call" if unmatched == 1 else f"{unmatched} calls"
         what = f"{count}{group.of_name} that some traces do not contain"
         group.remarks.append(f"left out {what}")
-    for operation, count_of_steps in apart.items():
+    for operation, count_of_steps in uneven.items():
         what = f"{operation}{group.of_name} in {count_of_steps} steps"
         why = "the ranks have different numbers of calls"
         group.remarks.append(f"left out {what}: {why}; {SEQ}")
 
 
 def pair(by_rank: Mapping[int, Sequence[Call]]) -> Iterator[Matched]:
-    """Match equally many calls of each rank, in order. If all ranks have the same sizes, calls are
-    matched by size first, because the order of gloo's threads varies."""
+    """Match the calls of each rank in order; all ranks have the same number of calls.
+
+    If the sizes are the same on all ranks, calls are matched by size first, because gloo's threads
+    may run them in a different order on each rank.
+    """
     sizes = [Counter(call.about.size_bytes for call in calls) for calls in by_rank.values()]
     ordered = {}
     for rank, calls in by_rank.items():
@@ -151,8 +159,11 @@ Spans = defaultdict[str, list[Span]]  # by step, on the clock of the rank
 
 @dataclass
 class Waiting:
-    """When a rank waits for other ranks, and when other ranks wait for it. Calls may overlap, as on
-    gloo's threads; a time in which a rank waits in two calls counts once."""
+    """When a rank waits for other ranks, and when other ranks wait for it.
+
+    Calls may overlap, as those of gloo's threads do. Time during which a rank waits in two calls
+    counts once.
+    """
 
     waits: Spans = field(default_factory=lambda: defaultdict(list))
     late: Spans = field(default_factory=lambda: defaultdict(list))
@@ -187,8 +198,8 @@ def ms_by_step(spans: Mapping[str, Sequence[Span]]) -> dict[str, float]:
 def lateness_by_rank(lengths: Mapping[int, float]) -> dict[int, float]:
     """How long the other ranks wait for each rank in a collective: the median over the other ranks.
 
-    lengths: duration of each rank's call. Of an even number of other ranks, the lower median
-    counts: with the upper one, a single early rank would make all other ranks appear late.
+    lengths: duration of each rank's call. For an even number of other ranks, this is the lower
+    median: with the upper one, a single early rank would make all other ranks appear late.
     """
     ordered = sorted(lengths.values())
     middle = (len(ordered) - 2) // 2
@@ -219,8 +230,8 @@ def sentence(
     lengths: Mapping[int, Mapping[str, float]],
     hosts: Mapping[int, str] | None = None,
 ) -> str:
-    """Name the ranks for which the other ranks wait for more than LATE of the mean step and of most
-    steps. In case of a tie, no rank is named.
+    """Name the ranks for which the other ranks wait: longer than the share LATE of the mean step,
+    and of most individual steps. In case of a tie, no rank is named.
 
     late: milliseconds that the other ranks wait for each rank, by step. where: its distribution
     over operations. lengths: milliseconds of each rank's steps. hosts: the known host names.

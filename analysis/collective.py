@@ -17,7 +17,7 @@ COMMUNICATION = re.compile(
 # torch.compile names a kernel after the operations that it fuses, including those whose inputs come
 # from a collective: triton_poi_fused_all_gather_into_tensor_0 computes.
 FUSED = re.compile(r"triton_[a-z0-9]+(_[a-z0-9]+)?_fused")
-# Operations by their names without punctuation; the first match counts
+# Operations by their names in lower case without punctuation; the first match counts
 OPERATION_OF = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -67,8 +67,8 @@ class Collective(NamedTuple):
     ranks: str = ""  # the ranks of that group: `[0, 1]`
     group_size: int | None = None
     dtype: str = ""  # name in torch: float32
-    size_bytes: int | None = None  # the larger of what a rank sends and receives
-    of_rank: bool = False  # size_bytes is the part of this rank, as gloo records all_gather
+    size_bytes: int | None = None  # the larger of the bytes that a rank sends and receives
+    of_rank: bool = False  # size_bytes is the part of one rank, as gloo records it for all_gather
     call: tuple[Any, ...] = ()  # `Seq` and `Comms Id`, equal on all ranks; () if unknown
 
 

@@ -81,11 +81,11 @@ class Command:
         return f"its report is {run.status}, with {len(run.cases)} cases"
 
     def start(self, number: int, turns: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start a run. turns: with --interleave, the variable that names the pipes.
+        """Start a run. turns: with --interleave, the environment variable that names the pipes.
 
-        Lines are appended to the log of an earlier attempt. If step times are read from the log,
-        the earlier log is renamed to 01.log.bak instead. Raises RuntimeError if a program of the
-        command has changed since the plan was written.
+        The output is appended to the log of an earlier attempt. If step times are read from the
+        log, the earlier log is renamed to 01.log.bak instead. Raises RuntimeError if a program of
+        the command has changed since the plan was written.
         """
         if edited := plan.edited_programs(
             self.folder.parent / plan.PLAN, self.name, self.text, self.variables
@@ -116,7 +116,7 @@ class Command:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches only this process, which ends them
+                    start_new_session=True,  # Ctrl-C reaches only ab.py, which ends the commands
                     preexec_fn=end_with_parent,
                 )
             except FileNotFoundError as error:
@@ -129,14 +129,15 @@ class Command:
                 raise ValueError(what) from None
 
     def finish(
-        self, number: int, process: subprocess.Popen[bytes], took_turns: bool = True
+        self, number: int, process: subprocess.Popen[bytes], was_interleaved: bool = True
     ) -> None:
-        """Wait for a run to end. Raises RuntimeError if it failed, or was not interleaved."""
+        """Wait for a run to end. Raises RuntimeError if it failed, or if it should have been
+        interleaved but was not."""
         status = process.wait()
         problem = self.make_report(number) if self.steps and status == 0 else None
         problem = problem or self.why_no_report(number)
-        if not problem and not took_turns:
-            problem = "it did not take turns; --interleave requires scripts of this project, with "
+        if not problem and not was_interleaved:
+            problem = "it was not interleaved; --interleave requires scripts of this project, with "
             problem += "rank 0 on this machine"
         problem = problem or self.environment_change(number)
         if status == 0 and not problem:
@@ -148,8 +149,8 @@ class Command:
         raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
 
     def make_report(self, number: int) -> str | None:
-        """Write the report of a run from its log. Returns why that is impossible, or None. Raises
-        OSError if the disk is full."""
+        """Write the report of a run from its log. Returns the reason if that is impossible, else
+        None. Raises OSError if the disk is full."""
         path, log, words = self.report(number), self.log(number), shlex.split(self.text)
         assert self.steps
         try:
@@ -159,7 +160,8 @@ class Command:
         return None
 
     def environment_change(self, number: int) -> str | None:
-        """How the environment of this run differs from earlier runs of the command, if it does."""
+        """How the environment of this run differs from that of other runs of the command; None if
+        it does not."""
         mine = self.report(number)
         for path in sorted(self.folder.glob("*.jsonl")):
             if path != mine:
@@ -178,11 +180,11 @@ def identity_of(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) -> Iterator[None]:
-    """Write the plan of a folder, or check that the call follows the existing plan. The plan is
-    locked meanwhile.
+    """Write the plan of a folder, or check that the call follows the existing plan.
 
-    Raises ValueError if the folder has the plan of a different call or files of unknown origin, if
-    another process uses it, or if a file that a command names or an inherited variable has changed.
+    The plan is locked until the block ends. Raises ValueError if the folder contains the plan of a
+    different call or files of unknown origin, if another process uses it, or if a file that a
+    command names or an inherited variable has changed.
     """
     lines = [f"{name}: {value}" for name, value in settings.items()]
     for command in commands:
@@ -253,7 +255,7 @@ def run_round(commands: Sequence[Command], number: int, interleave: bool) -> flo
 class InterleavedRun:
     """A run that measures only in its turns.
 
-    A token written to `turn` starts a turn; the run writes a token to `back` to end it.
+    A token written to `turn` starts a turn, and the run writes a token to `back` to end it.
     """
 
     command: Command
@@ -303,10 +305,10 @@ def start_interleaved(
 
 
 def run_interleaved(commands: Sequence[Command], number: int) -> None:
-    """Run commands concurrently, of which only one measures at a time.
+    """Run all commands concurrently, but let only one of them measure at a time.
 
-    The load of a run is the CPU use, during its turns, of processes that no command has started.
-    Raises RuntimeError if a command fails.
+    The load of a run is the CPU use during its turns of processes that were not started by any of
+    the commands. Raises RuntimeError if a command fails.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
         if ":" in folder:  # the separator between the names of the pipes
@@ -322,8 +324,8 @@ def run_interleaved(commands: Sequence[Command], number: int) -> None:
                 start = end
                 if not is_running:  # it has ended; continue with the remaining runs
                     has_left_turn = is_readable(run.turn, 0)
-                    took_turns = run.has_answered and not has_left_turn
-                    run.command.finish(number, run.process, took_turns)
+                    was_interleaved = run.has_answered and not has_left_turn
+                    run.command.finish(number, run.process, was_interleaved)
                     run.command.write_load(number, load, run.wall_s, run.others_s)
                     running.remove(run)
 
@@ -345,8 +347,8 @@ def ending_children(out: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        has_no_disk = isinstance(error, OSError) and error.errno in report.DISK_FAILED
-        refuse(clean(error, 1000), 1 if has_no_disk else 2)
+        is_disk_full = isinstance(error, OSError) and error.errno in report.DISK_FAILED
+        refuse(clean(error, 1000), 1 if is_disk_full else 2)
     except RuntimeError as error:
         complain(f"{script}: {error}")
         complain(KEPT.format(out))
@@ -364,9 +366,9 @@ def ending_children(out: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[set[int | signal.Signals]]:
-    """Let signals wait until a command has started, and yield the mask to restore in the command.
+    """Block signals while a command starts. Yields the previous mask, to restore in the command.
 
-    Otherwise this process might pass a signal on before the command's exec, where it is lost.
+    Otherwise this process might forward a signal before the command's exec, and it would be lost.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -381,7 +383,7 @@ def handle_signals(handler: Any) -> None:
 
 
 def interrupt(number: int, frame: Any) -> None:
-    handle_signals(signal.SIG_IGN)  # the first signal already ends the commands
+    handle_signals(signal.SIG_IGN)  # this signal ends the commands; ignore any further ones
     raise KeyboardInterrupt(128 + number)
 
 

@@ -9,11 +9,11 @@
 
 A run is the unit of observation. The time of an iteration is the maximum over ranks. The time of a
 run is the geometric mean over rounds of block medians, or the median over iterations if the report
-has no rounds. BASE and TEST are geometric means over runs, and the ratio is TEST / BASE. Its 95 %
+has no rounds. BASE and TEST are geometric means over runs, and the ratio is TEST / BASE. Its 95%
 confidence interval is computed by Student's t on the logarithms of the times of runs. Verdicts:
 
-    slower, faster  the interval excludes 1, at a false discovery rate of 5 % over all cases, and
-                    the ratio is beyond --margin
+    slower, faster  the interval excludes 1, also at a false discovery rate of 5% over all cases,
+                    and the ratio is beyond --margin
     same            the interval lies within --margin
     undecided       none of these, or fewer than two runs per side are evidence
     failed          the case failed in at least half of TEST's runs
@@ -30,9 +30,9 @@ the logs of any program, in which a regular expression finds step times or rates
     python analysis/compare.py old_*.log --test new_*.log --skip 10 --unit ms \\
         --step 'elapsed time per iteration \\(ms\\): ([\\d.]+)'
 
-Exit status: 0 success, 2 incorrect usage, 130 after Ctrl-C. With --fail-on: 0 if the comparison
-passes; 1 if a case failed or has one of these verdicts; 4 if there is no verdict, because a case is
-undecided, missing or cannot be compared. docs/compare.md derives the numbers. BSD-3-Clause.
+Exit status: 0 success, 2 incorrect usage, 130 after Ctrl-C. With --fail-on: 1 if a case failed, or
+if a case or the mean has one of the given verdicts; otherwise 4 if a case is undecided, missing or
+cannot be compared; otherwise 0. docs/compare.md derives the numbers. BSD-3-Clause.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def add_design_flags(parser: argparse.ArgumentParser) -> None:
     add("--margin", type=fraction, default=0.02, metavar="P", help=margin)
     key = "comma-separated fields of the keys; join cases that differ only in these"
     add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
-    allow = "keep runs that were disturbed by other processes; every verdict then mentions it"
+    allow = "keep runs that were disturbed by other processes; all verdicts are then marked"
     add("--allow-disturbed", action="store_true", help=allow)
 
 
@@ -105,8 +105,8 @@ def add_side_flags(parser: argparse.ArgumentParser) -> None:
 def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str]:
     """`failed`, `no verdict` or `pass`, with the reason: `2 slower`. fail_on: verdicts that fail.
 
-    `pass` means that every case has a verdict, because a gate that lacks evidence has not passed. A
-    case that failed fails every gate.
+    `pass` requires a verdict for every case, because a gate without evidence has not passed. A case
+    that failed makes the outcome `failed`, whatever `fail_on` contains.
     """
     failing = [*fail_on, "failed"]
     failed = [case for case in comparison.cases if case.verdict in failing]
@@ -128,14 +128,18 @@ def count_verdicts(results: Sequence[Result]) -> str:
 
 def verdict_text(result: Result) -> str:
     """`slower [load not recorded]`"""
-    has_one = result.verdict in ("slower", "faster", "same") and result.caveats
-    return f"{result.verdict} [{', '.join(result.caveats)}]" if has_one else result.verdict
+    is_qualified = result.verdict in ("slower", "faster", "same") and result.caveats
+    return f"{result.verdict} [{', '.join(result.caveats)}]" if is_qualified else result.verdict
 
 
 def show(
     comparison: Comparison, fail_on: Sequence[str] = (), is_like_with_like: bool = False
 ) -> str:
-    """Format a comparison. is_like_with_like: TEST is BASE again, so show the smallest change."""
+    """Format a comparison as lines of text.
+
+    is_like_with_like: TEST is BASE run again (an A/A test), so show the smallest change that would
+    be detected instead of verdicts.
+    """
     header, rows = table_of(comparison, is_like_with_like)
     table = show_table(header, rows, (1, 2)).splitlines()
     if comparison.mean:
@@ -155,9 +159,9 @@ def table_of(
     comparison: Comparison, is_like_with_like: bool = False
 ) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the table: the cases, then their mean if there is one."""
-    sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
+    confidence = f"{100 * (1 - comparison.design.error_rate):.4g} %"
     last = "smallest change" if is_like_with_like else "verdict"
-    header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", last]
+    header = ["case", "BASE", "TEST", "TEST is", f"{confidence} interval", last]
     rows = []
     mean = comparison.mean
     for result in [*comparison.cases, mean] if mean else comparison.cases:
@@ -202,7 +206,7 @@ def heading(comparison: Comparison) -> str:
     if design.interleaved:
         how += ", with interleaved blocks"
     if design.looks > 1:
-        how += f"; {design.looks} looks share the error rate of 5 %"
+        how += f"; {design.looks} looks at pairs of commands share the error rate of 5 %"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g} %"
     return f"torchrun-bench compare {names} ({measures}): {sides}; {how}"
 
@@ -261,13 +265,18 @@ def lines_below(comparison: Comparison) -> list[str]:
             f"cases with the same name have different keys; --ignore-key {fields} joins them"
         )
     if any(case.disturbed for case in cases):
-        cure = "measure on a quiet machine, or in pairs with ab.py"
-        lines.append(f"{cure}; --allow-disturbed keeps disturbed runs")
+        remedy = "measure on an idle machine, or in pairs with ab.py"
+        lines.append(f"{remedy}; --allow-disturbed keeps disturbed runs")
     return lines + runs_that_decide(comparison)
 
 
 def runs_that_decide(comparison: Comparison) -> list[str]:
-    """The number of runs that may decide the cases whose intervals are too wide."""
+    """The number of runs that may decide the cases whose intervals are too wide.
+
+    `runs_needed` follows from the scatter of the runs at hand. In another sample of that size, the
+    scatter is smaller about half of the time, and so is the interval. A verdict also requires that
+    the interval lies within the margin or excludes 1, which tests/simulate_verdicts.py simulates.
+    """
     wide = [c for c in comparison.cases if c.verdict == "undecided" and c.enough and c.interval]
     margin = f"+-{comparison.design.margin * 100:g} %"
     if any(case.runs_needed is None or not case.is_informative for case in wide):
@@ -276,8 +285,9 @@ def runs_that_decide(comparison: Comparison) -> list[str]:
     most = max((case.runs_needed or 0 for case in wide), default=0)
     if most <= len(comparison.base):
         return []
-    chance = f"{most} runs per side have an even chance of narrowing the intervals to {margin}"
-    return [f"{chance}; {3 * most} decide in about 9 of 10 comparisons"]
+    half = f"{most} runs per side narrow the intervals to {margin} about half of the time"
+    nearly_all = f"{3 * most} give one in about 9 of 10 comparisons of equal programs"
+    return [f"{half}, and give a verdict less often; {nearly_all}"]
 
 
 def fields_that_join(cases: Sequence[Result]) -> list[str]:
@@ -297,19 +307,19 @@ def notes_like_with_like(comparison: Comparison) -> list[str]:
     differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
     if differing:
         cases = f"{len(differing)} case{'s' * (len(differing) > 1)}"
-        what = f"A differs from itself in {cases}: these runs vary by more than chance"
-        lines.append(f"warning: {what}; is the machine shared?")
+        what = f"A differs significantly from itself in {cases}"
+        lines.append(f"warning: {what}, so the runs may not be independent; is the machine shared?")
     return lines
 
 
-def in_format(
+def format_comparison(
     name: str,
     comparison: Comparison,
     fail_on: Sequence[str],
     is_like_with_like: bool = False,
     sides: tuple[str, str] = ("BASE", "TEST"),
 ) -> str:
-    """Format a comparison as --format says. sides: the names of the sides in a JSON document."""
+    """Format a comparison. name: the value of --format. sides: the names in a JSON document."""
     if name == "table":
         return show(comparison, fail_on, is_like_with_like)
     gate = None
@@ -373,7 +383,7 @@ def main() -> int:
         else:
             runs = load(paths, args.measure, args.ignore_key, join_foreign=True)
             comparison = two_sides(args, runs)
-        put(in_format(args.format, comparison, args.fail_on))
+        put(format_comparison(args.format, comparison, args.fail_on))
         return exit_status(comparison, args.fail_on)
 
 

@@ -31,8 +31,8 @@ class Difference:
 
 
 def parts_of(run: Run) -> list[int]:
-    """The numbers of the parts of a resumed report that have cases, from 0; [0] if the report was
-    never resumed."""
+    """The numbers of the parts of a resumed report that contain cases, counting from 0; [0] if the
+    report was never resumed."""
     return sorted({row.part or 0 for row in run.rows.values()})
 
 

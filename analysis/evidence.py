@@ -14,7 +14,9 @@ from typing import TypeGuard
 from analysis.load import Row, Run
 from common.cli import cut
 
-BUSY = 0.1  # share of a node's cores used by other processes: a larger one disturbs a run or pair
+# Share of a node's cores used by other processes. A larger one disturbs a run; a larger difference
+# between its two runs disturbs a pair.
+BUSY = 0.1
 NOT_RECORDED = "load not recorded"
 DISTURBED = "other processes used more than a tenth of the cores"
 UNEQUAL_LOAD = "other processes loaded the two runs of a pair differently"
@@ -28,8 +30,8 @@ Side = Sequence[tuple[Run, Row | None]]  # the runs of BASE or TEST, each with i
 class Evidence:
     """The runs of a case that count, by their positions in BASE and in TEST.
 
-    base, test: the runs that are evidence. If runs are paired, the positions are the same.
-    base_timed, test_timed: the same, including runs that are left out only because of the load.
+    base, test: the runs that are evidence. If runs are paired, the two lists are equal.
+    base_timed, test_timed: these, and the runs that are left out only because of the load.
     left_out: label -> reason, for runs that are not evidence for any case because they were
     interrupted, copied or disturbed.
     base_why, test_why: position -> reason, for each run that is not evidence for this case.
@@ -201,7 +203,7 @@ def loads_differ(a: Run, b: Run) -> bool:
     return max(abs(x - y) for x, y in zip(*shares, strict=True)) > BUSY + 1e-9
 
 
-def unfit(runs: Sequence[Run]) -> dict[str, str]:
+def unusable(runs: Sequence[Run]) -> dict[str, str]:
     """The runs that are not evidence for any case, whatever the load: label -> reason. They were
     interrupted, or are copies of other runs."""
     found = {run.label: why for run in runs if (why := why_incomplete(run))}

@@ -12,7 +12,7 @@
     python analysis/export.py report.jsonl --to csv > report.csv
     python analysis/export.py report.jsonl --to gha --metric step_s > output.json
 
-gha has one value per case and metric, from the newest run. BSD-3-Clause.
+With gha, there is one value per case and metric, from the newest run. BSD-3-Clause.
 """
 
 import json
@@ -30,7 +30,7 @@ from common import report
 from common.cli import Parser, list_of, suggest
 
 Rows = list[dict[str, Any]]
-SETTING = ("dtype", "bucket_size_mb", "comm_hook")  # PyTorch's format has one setting per report
+SETTING = ("dtype", "bucket_size_mb", "comm_hook")  # PyTorch's format stores one per report
 
 
 def to_csv(rows: Rows) -> str:
@@ -57,9 +57,13 @@ def as_text(cell: Any) -> Any:
 
 
 def to_gha(rows: Rows) -> str:
-    """BenchmarkResult of its src/extract.ts. In a file, either small or large values are better."""
+    """A list of `BenchmarkResult`, defined in src/extract.ts of github-action-benchmark.
+
+    The action compares all values of a file in the same direction, so rates are left out if there
+    are also times.
+    """
     has_rates = {row["metric"].endswith("_per_s") for row in rows}
-    if len(has_rates) > 1:  # keep only the times
+    if len(has_rates) > 1:
         rows = [row for row in rows if re.search(r"(?<!_per)_s$", row["metric"])]
     newest = {(row["benchmark"], row["case"], row["metric"]): row for row in rows}
     entries = []
@@ -76,9 +80,11 @@ def to_gha(rows: Rows) -> str:
 
 
 def to_pytorch(paths: list[str]) -> str:
-    """The format of benchmarks/distributed/ddp/benchmark.py: first no ddp, then by ranks.
+    """The format of PyTorch's benchmarks/distributed/ddp/benchmark.py.
 
-    `measurements` has the times of the first rank, then those of the second, and so on.
+    The cases are sorted: first the one without DDP, then by number of ranks. `measurements` lists
+    the times of the first rank, then those of the second, and so on. Raises ValueError unless there
+    is a single report of ddp_sweep.py with a single setting.
     """
     run = report.load(paths[0])
     cases = [case for case in run.cases if not case.failed and case.samples_s.get("step")]
@@ -86,7 +92,7 @@ def to_pytorch(paths: list[str]) -> str:
     if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch requires a single report of ddp_sweep.py")
     if any(case.bounded for case in cases):
-        got = "this report has only those of the slowest rank"
+        got = "this report contains only those of the slowest rank"
         raise ValueError(f"{paths[0]}: --to pytorch requires the times of each rank; {got}")
     if turns := [key["settings"] for key in wrapped if "settings" in key]:
         got = f"{turns[0]} of --interleave"

@@ -1,7 +1,7 @@
 """The figures of an HTML page, drawn by matplotlib.
 
 FIGURES lists the figures of each benchmark. A benchmark without an entry gets the time of each
-case. Black is replaced by the text colour of the page.
+case. Black is replaced by the text color of the page.
 """
 
 import io
@@ -35,10 +35,10 @@ from analysis.show import (
 from analysis.verdicts import WIDEST, Comparison, Result, geometric_mean
 from common.cli import show_size
 
-# colours with a contrast of at least 3 on white and on a dark page
+# Colors with a contrast ratio of at least 3 on white and on a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
 MAX_FIGURES, MAX_BARS, MAX_REPORTS = 12, 40, 4
-LINE = 0.25  # inches of figure height for each line of a label; the axes cover 77 % of the height
+LINE = 0.25  # inches of figure height for each line of a label; the axes cover 77% of the height
 LEGEND_WIDTH = 70  # characters of a legend that fit side by side in a figure
 MAX_RANKS = 64  # maximum number of rows in a heat map; with more members, a row is a host
 MAX_LABELS, MAX_NUMBERS = 16, 8  # maximum number of rows with a label each, and with numbers
@@ -104,18 +104,18 @@ def curves_of_setting(rows: pd.DataFrame, title: str, name: str, x: str) -> Figu
     ax = figure.add_subplot(xlabel=x.replace("_", " "), ylabel=title)
     rows = rows.assign(group=groups_of_runs(rows["run"]))
     has_series, has_groups = rows["series"].nunique() > 1, rows["group"].nunique() > 1
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     ideal: str | None = IDEAL
     for (series, group, _), part in rows.groupby(["series", "group", "run"], sort=False):
         label = ", ".join([series] * has_series + [group] * has_groups)
-        is_first = label not in colours
-        colour = colours.setdefault(label, SERIES[len(colours) % len(SERIES)])
+        is_first = label not in colors
+        color = colors.setdefault(label, SERIES[len(colors) % len(SERIES)])
         reach = [part["value"] - part["low"], part["high"] - part["value"]]  # NaN draws nothing
-        style: dict[str, Any] = {"fmt": "o-", "ms": 4, "capsize": 2, "color": colour}
+        style: dict[str, Any] = {"fmt": "o-", "ms": 4, "capsize": 2, "color": color}
         style["label"] = label if is_first and label else None
         ax.errorbar(part["x"], part["value"], yerr=reach, **style)
         if "ideal" in part and part["ideal"].notna().any():
-            ax.plot(part["x"], part["ideal"], "_", ms=22, mew=2, color=colour, label=ideal)
+            ax.plot(part["x"], part["ideal"], "_", ms=22, mew=2, color=color, label=ideal)
             ideal = None  # one entry in the legend is enough
     if x.endswith("_bytes"):
         ax.set(xscale="log", yscale="log")
@@ -161,8 +161,8 @@ def scaling(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
 
 
 def names_of_settings(rows: pd.DataFrame, x: str) -> list[str]:
-    """The name of each row's setting: the entries of its key that distinguish it from others,
-    except for x and what follows from x; "" if all rows have the same setting."""
+    """The name of each row's setting: those entries of its key in which rows differ, without x and
+    the entries that follow from x; "" if all rows have the same setting."""
     follow = (x, "count", "calls")  # count and calls follow from the size
     columns = []
     for name in dict.fromkeys(name for key in rows["key"] for name in key):
@@ -175,8 +175,11 @@ def names_of_settings(rows: pd.DataFrame, x: str) -> list[str]:
 
 
 def groups_of_runs(labels: pd.Series) -> list[str]:
-    """The group of each report; groups share a colour. With more than MAX_REPORTS reports, those in
-    the same folder are a group."""
+    """The group of each report. The reports of a group have the same color.
+
+    With more than MAX_REPORTS reports, those in the same folder are a group; otherwise each report
+    is a separate one.
+    """
     if labels.nunique() <= MAX_REPORTS:
         return list(labels)
     return [str(PurePath(label).parent) if "/" in label else "reports" for label in labels]
@@ -220,8 +223,8 @@ def bars(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
     values.plot.barh(ax=ax, xerr=reach, capsize=2, width=0.7, ylabel="")
     ax.set_xlim(left=0)
     has_intervals = bool(above.notna().any(axis=None))
-    told = title if unit in ("", "k", "M", "G") else unit
-    ax.set_xlabel(f"{told}; the thin lines are 95 % intervals" if has_intervals else told)
+    label = title if unit in ("", "k", "M", "G") else unit
+    ax.set_xlabel(f"{label}; the thin lines are 95 % intervals" if has_intervals else label)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     put_legend(ax)
@@ -252,7 +255,7 @@ def all_runs(
     ax.axvspan(1 / most, most, color="#888888", alpha=0.18, lw=0)
     ax.axvline(1, color="#888888", lw=1)
     size = 4.5 if len(rows) <= 12 else 3.5
-    beside: Any = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 9.5}
+    right_of_axes: Any = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 9.5}
     for number, (case, base, test) in enumerate(rows):
         draw_pairs(ax, comparison, base, test, number)
         for side, points in enumerate((base, test)):
@@ -264,14 +267,14 @@ def all_runs(
         if case.ratio is not None:
             draw_ratio(ax, case, number + LANES[2])
         if has_verdicts:
-            ax.text(1.02, number, case.verdict, **beside)
+            ax.text(1.02, number, case.verdict, **right_of_axes)
     ax.set_yticks(range(len(rows)), labels)
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
     set_ratios(ax, [point.ratio for _, base, test in rows for point in (*base, *test)])
     margin = f"{100 * comparison.design.margin:.3g} %"
     ax.set_xlabel(f"time / mean of {clean(names[0], 30)}; shaded: the margin of {margin}")
-    add_key(ax, rows, names)
+    add_legend(ax, rows, names)
     return [figure]
 
 
@@ -294,7 +297,7 @@ def all_rounds(results: dict[str, Result], best: str) -> list[Figure]:
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
     set_ratios(ax, [ratio for _, result in rows for ratio in result.pair_ratios])
-    ax.set_xlabel(f"time / that of {clean(best, 40)} in the same round")
+    ax.set_xlabel(f"time / time of {clean(best, 40)} in the same round")
     put_legend(ax)
     return [figure]
 
@@ -375,7 +378,9 @@ def draw_pairs(
             ax.plot(ends, [number + LANES[0], number + LANES[1]], color="#888888", lw=0.7, zorder=1)
 
 
-def add_key(ax: Axes, rows: Sequence[tuple[Result, list[Point], list[Point]]], names: Any) -> None:
+def add_legend(
+    ax: Axes, rows: Sequence[tuple[Result, list[Point], list[Point]]], names: Sequence[str]
+) -> None:
     """Add the legend of the plot of all runs, with the kinds of points that occur in it."""
     points = [point for _, base, test in rows for point in (*base, *test)]
     style: dict[str, Any] = {"ls": "", "ms": 5}
@@ -411,7 +416,10 @@ PANELS = ("model", "dtype", "collective", "operation")  # each of their values h
 
 
 class Matrix(NamedTuple):
-    """A metric of links. way: the arrow between the two members in the name of a link."""
+    """A metric of links between members, which are ranks or nodes.
+
+    way: the arrow between the two members in the name of a link.
+    """
 
     title: str
     way: str
@@ -490,9 +498,10 @@ def links_of(run: Run, matrix: Matrix) -> dict[Members, float]:
 
 
 def slow_of(run: Run, name: str, count: int) -> set[Members]:
-    """The slow links and members in the report: two numbers for a link, one for a rank or node.
+    """The slow links and members that the report names: two numbers for a link, one for a rank or
+    node.
 
-    count: number of members.
+    count: number of members. Entries with larger numbers are ignored.
     """
     found: set[Members] = set()
     for entry in run.end.get("slow") or []:
@@ -529,10 +538,10 @@ def heat_map(
     for (a, b), value in values.items():
         cells[a, b] = value
     figure = Figure(figsize=(5.6, 4.8))
-    ax = figure.add_subplot(xlabel="receives", ylabel="sends")
+    ax = figure.add_subplot(xlabel="receiver", ylabel="sender")
     ax.grid(visible=False)
-    colours = "viridis_r" if matrix.less_is_better else "viridis"
-    image = ax.imshow(cells, cmap=colours, interpolation="nearest")
+    colors = "viridis_r" if matrix.less_is_better else "viridis"
+    image = ax.imshow(cells, cmap=colors, interpolation="nearest")
     figure.colorbar(image, ax=ax, shrink=0.8)
     starts = [i for i in range(n) if i == 0 or groups[i] != groups[i - 1]]
     ticks = list(range(n)) if n <= MAX_LABELS else starts[:: 1 + len(starts) // MAX_LABELS]
@@ -560,7 +569,7 @@ def heat_map(
             edge.set(clip_on=False, zorder=3)  # above the lines between hosts
             ax.add_patch(edge)
     if slow:
-        ax.set_title("outlined: slow, according to the answer", fontsize=8)
+        ax.set_title("outlined: slow according to the answer", fontsize=8)
     return figure
 
 

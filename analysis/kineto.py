@@ -1,7 +1,7 @@
 """Read Kineto traces, as written by torch.profiler: activities, steps and collectives.
 
-A trace is parsed event by event, so that memory holds its text and the selected events, but not a
-tree of all events. Times are in microseconds, as in the file.
+To save memory, a trace is parsed event by event: only its text and the selected events are kept,
+never a tree of all events. Times are in microseconds, as in the file.
 """
 
 import gzip
@@ -66,12 +66,14 @@ class Activity(NamedTuple):
     end: float
     kind: str  # computing or communication
     place: str  # the CPU thread or the GPU stream
-    launched: float  # when the host launched it
+    launched: float  # time at which the host launched it
     name: str = ""
     collective: Collective | None = None
 
 
 class Step(NamedTuple):
+    """A training step. Times are in microseconds."""
+
     name: str
     start: float
     end: float
@@ -150,7 +152,7 @@ def parse(
 
 
 class Kernel(NamedTuple):
-    """An event of the GPU, before it is known when the host launched it."""
+    """An event of the GPU that is not yet matched with its launch on the host."""
 
     start: float
     end: float
@@ -163,7 +165,7 @@ class Kernel(NamedTuple):
 
 
 class Events:
-    """The events of a trace that are needed."""
+    """The events of a trace from which its activities and steps are computed."""
 
     def __init__(self) -> None:
         self.categories = set[str]()
@@ -200,7 +202,7 @@ class Events:
                 self.add_range(kind, name, span, event, args)
 
     def span_of(self, event: Event, name: str) -> Span | None:
-        """Start and end of an event. Impossible ones are recorded for a remark; returns None."""
+        """Start and end of an event; None if they are impossible, which a remark will report."""
         start, length = event.get("ts"), event.get("dur")
         if is_number(start) and is_number(length) and length >= 0:
             return start, start + length
@@ -218,15 +220,15 @@ class Events:
         else:
             kind = "communication" if category == "gpu_memcpy" and "PtoP" in name else "copy"
             collective = Collective("copy between GPUs") if kind == "communication" else None
-        stream = self.once(f"stream {event['tid']}")
+        stream = self.intern(f"stream {event['tid']}")
         launch, in_graph = args.get("correlation"), bool(args.get("graph node id"))
-        kernel = Kernel(*span, kind, stream, self.once(name), launch, in_graph, collective)
+        kernel = Kernel(*span, kind, stream, self.intern(name), launch, in_graph, collective)
         self.kernels.append(kernel)
 
     def add_range(
         self, kind: str, name: str, span: Span, event: Event, args: Mapping[str, Any]
     ) -> None:
-        thread = self.once(f"thread {event['tid']}")
+        thread = self.intern(f"thread {event['tid']}")
         if kind == "step":
             self.steps.append((*span, name))
         elif kind == "operator":
@@ -235,15 +237,16 @@ class Events:
             self.calls[thread].append(span)
         if kind == "communication":
             collective = collective_of_gloo(name, args)
-            self.gloo.append(Activity(*span, kind, thread, span[0], self.once(name), collective))
+            self.gloo.append(Activity(*span, kind, thread, span[0], self.intern(name), collective))
 
-    def once(self, text: str) -> str:
+    def intern(self, text: str) -> str:
         return self.names.setdefault(text, text)
 
     def trace(self, path: str, about: Mapping[str, Any]) -> Trace:
         """The trace made of these events.
 
-        Raises ValueError if they are not those of a single rank, or if none of them is needed.
+        Raises ValueError if they belong to several ranks, or if there is neither a kernel nor an
+        operator among them.
         """
         self.check()
         kernels, remarks = cut_overruns(self.kernels)
@@ -314,18 +317,19 @@ def kind_of_range(name: str, category: str) -> str:
 
 
 def cut_overruns(kernels: Sequence[Kernel]) -> tuple[list[Kernel], list[str]]:
-    """The events of the GPU without impossible ones, and a remark about those that were changed.
+    """Correct the impossible events of the GPU. Returns the events, and a remark on those that were
+    changed.
 
-    A stream runs one kernel after the other, so an event is damaged if it runs far past the start
-    of the next one. It is cut there, or after the median of its kernel if it is still implausibly
-    long. It is left out if the trace has no other call of the kernel, since nothing is known of its
-    duration. Events of CUDA graphs may overlap, and are left unchanged.
+    A stream runs one kernel after the other, so an event that runs far past the start of the next
+    one is damaged. It is cut there, or after the median duration of its kernel if it is still
+    implausibly long. It is left out if the trace contains no other call of the kernel, because then
+    its duration is unknown. Events of CUDA graphs may overlap, and are left unchanged.
     """
     streams = defaultdict[str, list[int]](list)
     for number in sorted(range(len(kernels)), key=lambda number: kernels[number].start):
         if not kernels[number].in_graph:
             streams[kernels[number].stream].append(number)
-    ends = [one.end for one in kernels]  # the latest possible ones
+    ends = [one.end for one in kernels]  # the latest possible end of each event
     for numbers in streams.values():
         for number, following in pairwise(numbers):
             ends[number] = min(ends[number], kernels[following].start)
@@ -389,7 +393,7 @@ class Cover:
         return self.until(end) - self.until(start)
 
     def cut(self, start: float, end: float) -> Iterator[Span]:
-        """The parts of the spans between start and end."""
+        """The parts of the spans that lie between start and end."""
         for number in range(max(0, bisect_right(self.starts, start) - 1), len(self.spans)):
             begin, stop = self.spans[number]
             if begin >= end:

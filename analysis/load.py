@@ -36,7 +36,7 @@ BY_ITERATIONS, BY_SCRIPT = "median over iterations", "the metric in the report"
 STEP = "step"  # the name of the main step among the samples of a case
 RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl")  # reports in a folder
-LAST_DIGIT = "last_digit_share"  # a metric of logs: one unit of the last digit / the number
+LAST_DIGIT = "last_digit_share"  # a metric of logs: one unit in the last digit / the number
 LOAD_ENDING = ".load"  # file with the load during a run, next to its report
 SHORTEST_S, LONGEST_S = 1e-12, 1e9  # plausible times of a case
 Value = str | float | Estimate  # an estimated number has an interval
@@ -117,7 +117,8 @@ def arrange(runs: list[Run], ignore: Sequence[str] = (), join_foreign: bool = Fa
 
 
 def copies(runs: Sequence[Run]) -> list[Run]:
-    """Copies that `arrange` can change without affecting these runs. Their samples are shared."""
+    """Copies of the runs, which `arrange` can change without affecting the originals. The samples
+    are shared."""
     return [
         replace(run, rows={form: replace(row) for form, row in run.rows.items()}) for run in runs
     ]
@@ -229,7 +230,7 @@ def read(path: str, measure: str | None) -> list[Run]:
     times: dict[str, None] = {}  # valid names for --measure
 
     def shrink(report: Report, case: Case) -> None:
-        """Keep only the samples of one step, and of those only the time of each iteration."""
+        """Of all samples, keep only the time of each iteration of one step."""
         times.update(dict.fromkeys(case.samples_s))
         its_own = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
         step = measure or its_own
@@ -320,11 +321,12 @@ def loads_in(end: dict[str, Any]) -> list[tuple[float, int]]:
 
 
 def loads_from_file(path: str) -> list[tuple[float, int]]:
-    """The same, from the file that ab.py writes next to a report: 01.load for 01.jsonl."""
-    beside = os.path.splitext(path)[0] + LOAD_ENDING
-    if not os.path.isfile(beside):
+    """The load as in `loads_in`, from the file that ab.py writes next to a report: 01.load for
+    01.jsonl."""
+    load_path = os.path.splitext(path)[0] + LOAD_ENDING
+    if not os.path.isfile(load_path):
         return []
-    with open(beside, "rb") as file:
+    with open(load_path, "rb") as file:
         try:
             content = json.load(file)
         except ValueError:  # truncated: the load is unknown
@@ -373,7 +375,7 @@ def timed(case: Case, measure: str | None) -> Row:
 def time_of_blocks(
     times_s: Sequence[float], rounds: Sequence[int], blocks: int | None = None
 ) -> float:
-    """The time of a run in seconds, from the times of its iterations [n].
+    """The time of a run in seconds, from the times of its n iterations.
 
     It is `stats.time_of_rounds`, or the median over iterations if the rounds are unknown (their sum
     is not n). blocks: use only this number of rounds, from the first one; None for all.
@@ -400,7 +402,7 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def about(run: Run, row: Row) -> dict[str, Any]:
-    """The columns that describe a case in a table. n: number of iterations."""
+    """The columns that describe a case in a table. `n` is the number of iterations."""
     return {
         "run": run.label,
         "started_at": run.part_entry(row.part or 0, "at"),
@@ -416,7 +418,7 @@ def about(run: Run, row: Row) -> dict[str, Any]:
 def frame(runs: Sequence[Run]) -> pd.DataFrame:
     """One row per case: its run, name, check and time, the fields of its key, and its metrics.
 
-    An estimated metric `step_s` has its 95 % interval in the columns `step_s_low` and
+    An estimated metric `step_s` has its 95% interval in the columns `step_s_low` and
     `step_s_high`.
     """
     rows = []
@@ -434,7 +436,7 @@ def frame(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row per number of each case that did not fail, with its 95 % interval."""
+    """One row per number of each case that did not fail, with its 95% interval."""
     rows = []
     for run in runs:
         for case in run.rows.values():
@@ -526,7 +528,7 @@ def parse_json(text: str) -> Any:
 def pytorch_report(document: dict[str, Any], path: str) -> Report:
     """A report of PyTorch's benchmarks/distributed/ddp/benchmark.py.
 
-    The benchmark measures one rank twice, first without DDP. `measurements` has the times of the
+    The benchmark measures one rank twice, first without DDP. `measurements` lists the times of the
     first rank, then those of the second, and so on.
     """
     report = Report(PYTORCH, {}, path, argv=[], started_at="", status="complete")

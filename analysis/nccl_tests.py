@@ -4,9 +4,9 @@
 - rccl-tests: `-x FILE -Z json`, as JSON lines or as a list
 - both: the table on the terminal, also without the columns that nccl-tests added in 2.11
 
-In a log, launchers prefix lines with names, timestamps and colours, and NCCL inserts its own lines
-between the lines of a table, or into them. So a line is recognised by its contents, wherever they
-begin.
+In a log, launchers prefix lines with names, timestamps and color codes, and NCCL inserts its own
+lines between the lines of a table, or into them. Therefore a line is recognized by its contents,
+wherever they begin.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ KNOWN = (  # a name precedes the names that it contains
 BY_LETTERS = {name.replace("_", ""): name for name in KNOWN}  # AllReduce, all_reduce: allreduce
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")  # only these have a redop
 TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # torch -> nccl-tests
-COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LONGEST_LINE = 4096  # characters; tables are narrower, and matching long lines would be slow
 HEADER = re.compile(r"\bsize\s+count\s+type\s+(?:redop\s+)?(?:root\s+)?(?:cpu)?time\b.*\bbusbw\b.*")
 UNITS = re.compile(r"\((\w+)\)\s+\(elements\)(.*)")
@@ -58,8 +58,8 @@ VERSIONS = {
     "nccl": re.compile(r"(?:\b[NR]CCL version |nccl-library=)[: ]*(\d\S*)"),
     "nccl_tests": re.compile(r"\b(?:nccl-tests version|rccl-tests: Version) (\S+)"),
 }
-# How a row was measured. Settings other than the default are part of the key, so that rows which
-# were measured in different ways are never runs of the same case.
+# Settings that affect a measurement, with their defaults. Other values are part of the key, so that
+# rows that were measured with different settings are never runs of the same case.
 DEFAULTS: dict[str, int] = {
     "cudagraph": 0,
     "agg_iters": 1,
@@ -137,7 +137,7 @@ def key_of_nccl_tests(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_default(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a table that are part of the keys of its cases."""
+    """The settings that differ from the defaults, and are therefore part of the key."""
     return {name: value for name, value in settings.items() if DEFAULTS.get(name) != value}
 
 
@@ -199,7 +199,7 @@ def rccl_report(entries: Sequence[dict[str, Any]], path: str) -> Report:
     results: dict[tuple[Any, ...], Result] = {}
     for entry in entries:
         collective = collective_of(entry["name"])
-        # with MPI, it counts processes and the GPUs of each
+        # with MPI, the report contains the number of processes and the number of GPUs of each
         ranks = entry["ranks"] * entry["gpusPerRank"] if "ranks" in entry else entry["gpus"]
         about = {name: entry[name] for name in ("size", "type", "redop")}
         row = (collective, ranks, entry.get("numCycle"), *about.values())
@@ -258,14 +258,14 @@ def case_of(
 
 
 def fail_all(cases: Sequence[Case], out_of_bounds: int) -> None:
-    """Fail all cases of a table if its footer counts wrong values, but no row shows them."""
+    """Fail all cases of a table if its footer counts wrong values but no row does."""
     if out_of_bounds and not any(case.failed for case in cases):
         for case in cases:
             case.check = f"failed: {out_of_bounds} values out of bounds in this table"
 
 
 def merge_repeated(cases: Iterable[Case]) -> list[Case]:
-    """Merge repeated rows, as by -N: each case occurs once, and its rows are its samples."""
+    """Merge repeated rows, which -N causes: each case occurs once, and its rows are its samples."""
     rows_of_case: dict[str, list[Case]] = {}
     for case in cases:
         rows_of_case.setdefault(canonical(case.key), []).append(case)
@@ -291,7 +291,7 @@ def table_reports(text: str, path: str) -> list[Report]:
     Raises ValueError if there is a header without rows, if several jobs wrote to the log at once,
     and for a table of nccom-test.
     """
-    lines = [line[:LONGEST_LINE] for line in COLOUR.sub("", text).splitlines()]
+    lines = [line[:LONGEST_LINE] for line in COLOR.sub("", text).splitlines()]
     heads = [number for number, line in enumerate(lines) if HEADER.search(line)]
     if not heads and any(NCCOM_TEST.search(line) for line in lines):
         raise ValueError(
@@ -305,7 +305,7 @@ def table_reports(text: str, path: str) -> list[Report]:
     begin = 0
     for head, end in itertools.pairwise([*heads, len(lines)]):
         above, below = lines[begin:head], lines[head:end]
-        refuse_worlds(above, path)
+        refuse_several_jobs(above, path)
         environment = environment | environment_of(above)
         cases = cases_of(below, above, collective, environment.get("world_size"), path)
         if not cases:  # a repeated header, or nothing was measured
@@ -315,8 +315,8 @@ def table_reports(text: str, path: str) -> list[Report]:
         begin = head + 1 + max((i for i, is_footer in enumerate(footer) if is_footer), default=0)
         forms = {canonical(case.key) for case in cases}
         if not reports or known & forms:
-            told = {} if matches_in(above, RANK) or not ranks else {"world_size": ranks}
-            reports.append(incomplete_report(environment | told, path))
+            size = {} if matches_in(above, RANK) or not ranks else {"world_size": ranks}
+            reports.append(incomplete_report(environment | size, path))
             known = set()
         known |= forms
         reports[-1].cases += cases
@@ -330,7 +330,7 @@ def table_reports(text: str, path: str) -> list[Report]:
     return reports
 
 
-def refuse_worlds(above: Sequence[str], path: str) -> None:
+def refuse_several_jobs(above: Sequence[str], path: str) -> None:
     """Raise ValueError if several jobs wrote to the log at once. above: the lines before a table,
     which name each rank."""
     hosts = {match[0]: match[3] for match in matches_in(above, RANK) if match[1] == "0"}
@@ -348,8 +348,8 @@ def cases_of(
     """The cases of a table.
 
     below: the header and the lines after it. above: the lines before it. default: the collective of
-    the previous table, or in the file's name. world_size: the number of ranks, unless the lines
-    name them. If NCCL has split a row by a line of its own, the row is damaged, and its case is
+    the previous table, or in the file's name. world_size: the number of ranks, which is used if the
+    lines do not contain it. A row into which NCCL has printed a line is damaged, and its case is
     missing.
     """
     columns = HEADER.findall(below[0])[0].split()

@@ -18,24 +18,26 @@ ABSOLUTE = re.compile(r"""(?<![\w/.<~$}-])/(?!/)[^\s/:;,'"=<>|()]+(?:/+[^\s/:;,'
 
 
 class Table(NamedTuple):
+    """A table of the page."""
+
     title: str
     header: Sequence[Any]
     rows: list[Any]  # lists of cells
     marks: dict[int, str]  # number of a row -> how to highlight it: failed, faster or differs
-    words: int = 100  # number of text columns, which precede the numeric columns
+    words: int = 100  # number of columns with text, which precede those with numbers
 
 
 @dataclass
 class Section:
-    """A section of the page, in the order of its fields, except for `tables`."""
+    """A section of the page. Its parts appear in the order of the fields, and `tables` last."""
 
     title: str
     tables: list[Table]  # below the figures
     answers: list[str] = field(default_factory=list)  # in bold
-    warnings: list[str] = field(default_factory=list)  # warnings, each in a box of its own
-    first: list[Table] = field(default_factory=list)  # above the figures
+    warnings: list[str] = field(default_factory=list)  # each in a separate box
+    first: list[Table] = field(default_factory=list)  # tables above the figures
     notes: list[str] = field(default_factory=list)
-    details: list[str] = field(default_factory=list)  # details
+    details: list[str] = field(default_factory=list)  # in small print
     figures: Callable[[], list[Figure]] = list
     folded: bool = False  # show only the title until the reader opens the section
 
@@ -145,7 +147,7 @@ def hide_folders(runs: Sequence[Run], commands: dict[str, str]) -> dict[str, str
         for row in run.rows.values():
             for name in ("key", "name", "table", "check", "label"):
                 setattr(row, name, map_texts(shorten, getattr(row, name)))
-            told = {name: shorten(x) for name, x in row.metrics.items() if isinstance(x, str)}
-            row.metrics = row.metrics | told
+            short = {name: shorten(x) for name, x in row.metrics.items() if isinstance(x, str)}
+            row.metrics = row.metrics | short
         run.rows = {show.canonical(row.key): row for row in run.rows.values()}
     return {name: shorten(text) for name, text in commands.items()}

@@ -220,12 +220,12 @@ def why_different(before: Sequence[str], now: Sequence[str]) -> str:
     has = [line for line in now if not line.startswith((FILE, INHERITED))]
     lacking = [line for line in has if line not in had]
     if lacking:
-        return f"its plan lacks {'; '.join(lacking)}"
+        return f"its plan does not contain {'; '.join(lacking)}"
     if had != has:
         return "its plan has more commands"
     then, today = states_of_files(before), states_of_files(now)
     parts = [
-        f"{file[1]} {'has changed' if file in today else 'is gone'}"
+        f"{file[1]} {'has changed' if file in today else 'no longer exists'}"
         for file, state in then.items()
         if today.get(file) != state
     ]

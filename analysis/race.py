@@ -44,7 +44,12 @@ class Race:
         self.best = names[0]
 
     def look(self, rounds: int, result_of: Callable[[str, str, int], Result]) -> bool:
-        """Drop the commands that are slower than the fastest. Returns whether the race is over."""
+        """Drop the commands that are slower than the fastest one. Returns whether the race has
+        ended: one command is left, or the others are the same within the margin.
+
+        rounds: number of rounds that have been run. result_of: compares two commands over this
+        number of rounds.
+        """
         self.rounds |= dict.fromkeys(self.racing, rounds)
         self.best = self.racing[0]
         for rival in self.racing[1:]:
@@ -86,7 +91,8 @@ def conclusions(race: Race, comparisons: dict[str, Comparison], margin: float) -
     if persistent := persistent_of(comparisons):
         lines.append(
             f"warning: {', '.join(persistent)} against {race.best}: the ratio is correlated from "
-            "round to round, which the interval ignores; more than 5 % of such orders are wrong"
+            "round to round, which the interval ignores; such rankings are wrong in more than 5 % "
+            "of cases"
         )
     return lines
 
@@ -98,12 +104,13 @@ def persistent_of(comparisons: dict[str, Comparison]) -> list[str]:
 
 
 def is_clear(race: Race, results: dict[str, Result]) -> bool:
-    """Whether each other command was slower than the best command, or than another one."""
+    """Whether every other command was significantly slower than the best command or another one."""
     return all(name in race.lost_to or is_slower(result) for name, result in results.items())
 
 
 def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
-    """`best: X; Z is 1.12 (1.08 to 1.17) times slower`. Of equal commands, none is the best."""
+    """`best: X; Z is 1.12 (1.08 to 1.17) times slower`, or `no clear best` if another command may
+    be equally fast."""
     head = "best" if is_clear(race, results) else "no clear best; smallest mean time"
     parts = [f"{head}: {race.best}"]
     for name, result in results.items():
@@ -124,7 +131,7 @@ def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
 
 
 def replay(looks: Sequence[int], rounds: dict[str, int], compared: Compared) -> tuple[Race, bool]:
-    """Repeat the race with the rounds that each command has run. Returns whether it was over."""
+    """Repeat the race with the rounds that each command has run. Returns whether it had ended."""
 
     def result_of(base: str, test: str, count: int) -> Result:
         return overall(compared(base, test, count))

@@ -46,7 +46,7 @@ from analysis.differences import (
     parts_of,
     resumed_text,
 )
-from analysis.evidence import by_reason, is_disturbed, load_text, unfit
+from analysis.evidence import by_reason, is_disturbed, load_text, unusable
 from analysis.figures import draw
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
 from analysis.page import Section, Table, as_page, hide_folders, name_reports
@@ -64,7 +64,7 @@ SPREAD = 1000  # if the numbers of a column differ by a larger factor, each cell
 NOTHING = argparse.Namespace(  # the flags of a page without --test
     test=[], measure=None, margin=None, ignore_key=[], allow_disturbed=False
 )
-MOST_OF_TITLE = 60  # maximum number of characters for the benchmarks or machines in a title
+MAX_TITLE = 60  # maximum number of characters for the benchmarks or machines in a title
 
 
 def summary(runs: Sequence[Run]) -> Section:
@@ -76,10 +76,10 @@ def summary(runs: Sequence[Run]) -> Section:
     failures = Table("Failed cases", ("report", "case", "reason"), [], {})
     section = Section("Reports", [reports])
     for i, run in enumerate(runs):
-        told = run.end.get("answer") or []
+        lines = run.end.get("answer") or []
         if len(runs) == 1:
-            section.answers += told
-        answers.rows.extend([run.label if n == 0 else "", line] for n, line in enumerate(told))
+            section.answers += lines
+        answers.rows.extend([run.label if n == 0 else "", line] for n, line in enumerate(lines))
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
         cases = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
         torch = run.environment.get("torch") or "-"
@@ -97,25 +97,25 @@ def summary(runs: Sequence[Run]) -> Section:
     if disturbed := [f"{run.label} ({load_text(run)})" for run in runs if is_disturbed(run)]:
         what = "Other processes used more than a tenth of the cores, so times may be too long"
         section.warnings.append(f"{what}: {cut(disturbed)}")
-    section.warnings += [f"Not used in comparisons: {why}" for why in by_reason(unfit(runs))]
+    section.warnings += [f"Not used in comparisons: {why}" for why in by_reason(unusable(runs))]
     section.warnings += warnings(runs)
     return section
 
 
 def title_of(runs: Sequence[Run]) -> str:
     """`ddp_sweep on H100 (2 ranks), 2026-01-01`: the benchmarks, the machines and the days."""
-    benchmarks = few((run.benchmark for run in runs), "benchmarks")
-    machines = few((machine_of(run) for run in runs), "machines")
+    benchmarks = names_or_count((run.benchmark for run in runs), "benchmarks")
+    machines = names_or_count((machine_of(run) for run in runs), "machines")
     days = sorted({run.started_at[:10] for run in runs if run.started_at})
     when = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
     return ", ".join(part for part in (f"{benchmarks} on {machines}", when) if part)
 
 
-def few(names: Iterable[str], noun: str) -> str:
+def names_or_count(names: Iterable[str], noun: str) -> str:
     """`ddp_sweep, collectives`, or `13 benchmarks` if the names are too long for a title."""
-    once = list(dict.fromkeys(names))
-    text = ", ".join(once)
-    return text if len(once) == 1 or len(text) <= MOST_OF_TITLE else f"{len(once)} {noun}"
+    distinct = list(dict.fromkeys(names))
+    text = ", ".join(distinct)
+    return text if len(distinct) == 1 or len(text) <= MAX_TITLE else f"{len(distinct)} {noun}"
 
 
 def machine_of(run: Run) -> str:
@@ -179,7 +179,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 
 
 def time_of_step(row: Row) -> dict[str, Any]:
-    """The median of a case's step with its interval, unless one of its metrics already is it."""
+    """The median of a case's step with its interval, unless the metrics already contain it."""
     step = row.measure.replace(" ", "_")
     has_name = any(name.startswith(step) for name in row.metrics)
     if not len(row.times_s) or has_name:
@@ -198,7 +198,7 @@ def benchmark(runs: Sequence[Run]) -> Section:
         for row in run.rows.values():
             cases.setdefault(row.table, []).append((run, row))
     tables = [table_of(title, of_title, len(runs) > 1) for title, of_title in cases.items()]
-    details = [f"In all cases: {alike_in_all(rows_of(runs)) or 'nothing'}."]
+    details = [f"In all cases: {common_entries(rows_of(runs)) or 'nothing'}."]
     if any("step_p50_s" in row.metrics for row in rows_of(runs)):
         what = "geometric means over rounds of block medians"
         details.append(f"Times are {what}, and ratios their quotients; p50 to p99 are percentiles.")
@@ -224,13 +224,13 @@ def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) ->
 
 
 def names_of_metrics(metrics: Sequence[dict[str, Value]]) -> list[str]:
-    """The names of all metrics: first estimates, last details."""
+    """The names of all metrics: estimates first, details last."""
     names = dict.fromkeys(name for of_case in metrics for name in of_case)
     estimated = {n for of_case in metrics for n, x in of_case.items() if isinstance(x, Estimate)}
     return sorted(names, key=lambda name: (name.endswith(DETAILS), name not in estimated))
 
 
-def alike_in_all(cases: Sequence[Row]) -> str:
+def common_entries(cases: Sequence[Row]) -> str:
     """The entries that the keys of all cases have in common."""
     if not cases:
         return ""

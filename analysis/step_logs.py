@@ -27,7 +27,7 @@ ENDINGS = (".log", ".txt", ".out", ".err")  # suffixes of logs in a folder
 RATE = "1/s"
 SECONDS = {"ms": 1e-3, "s": 1.0}
 BY_GROUP = {"ms": "ms", "s": "s", "rate": RATE}  # name of a group -> its unit
-# terminal control sequences: colours, cursor movements, window titles
+# terminal control sequences: colors, cursor movements, window titles
 CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 # A progress bar is redrawn after a carriage return
 NEW_LINE = re.compile(r"\r\n|\r|\n")
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     """The times in a log, in seconds, and the resolution with which they were printed."""
 
     times_s: list[float]
-    last_digit: float  # one unit of the last digit / the median number
+    last_digit: float  # one unit in the last digit / the median number
 
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def why_empty(steps: Steps, path: str, lines: Sequence[str], count: int) -> str:
 
 
 def only_group(match: re.Match[str], where: str) -> int:
-    """The only group that took part in the match. Raises ValueError if there is not exactly one."""
+    """The only group that matched. Raises ValueError if there is not exactly one."""
     taken = [group for group in range(1, match.re.groups + 1) if match[group] is not None]
     if len(taken) != 1:
         what = f"{where}: expected one group of --step to match, got {len(taken)}"
@@ -173,7 +173,7 @@ def only_group(match: re.Match[str], where: str) -> int:
 
 
 def number_in(match: re.Match[str], group: int, where: str) -> tuple[float, float]:
-    """The number in a group, and one unit of its last digit.
+    """The number in a group, and one unit in its last digit.
 
     Raises ValueError if it is not a number above 0, or if it is only a part of a number: `6` of
     `6,123`, `1.2` of `1.2e-05`.

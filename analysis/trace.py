@@ -5,13 +5,16 @@
     python analysis/trace.py profile_traces/iteration_10 -o step.png
     python analysis/trace.py profile_traces/iteration_10 --against collectives.jsonl
 
-computing      a GPU kernel runs; in a trace without GPU kernels, an operator on the CPU
-communication  a communication kernel runs, such as those of NCCL, or an operation of gloo
+The tables show shares of a step:
+
+computing      a GPU kernel other than those of communication runs; in a trace without kernels, an
+               operator on the CPU
+communication  a communication kernel runs, such as those of NCCL, or a collective of gloo
 exposed        communication runs while nothing computes
 both           communication and computing run concurrently
-idle           neither runs: the GPU copies or waits for the host, or Python code runs
+idle           neither runs: the GPU copies memory or waits for the host, or Python code runs
 
-Traces of several ranks also show for which rank the other ranks wait, and how fast the collectives
+Traces of several ranks also show which ranks the other ranks wait for, and how fast the collectives
 are without this waiting time. See docs/profile.md.
 """
 
@@ -47,7 +50,7 @@ EXPECTED = "expected a trace of torch.profiler, e.g. by export_chrome_trace('ran
 
 
 def files_in(words: Sequence[str]) -> dict[str, bool]:
-    """The files -> whether they come from a folder. Raises ValueError if a folder has none."""
+    """File -> whether it was found in a folder. Raises ValueError for a folder without traces."""
     files: dict[str, bool] = {}
     for word in words:
         if not Path(word).is_dir():
@@ -64,7 +67,10 @@ def files_in(words: Sequence[str]) -> dict[str, bool]:
 
 
 def read_all(files: Mapping[str, bool]) -> tuple[list[Trace], list[str]]:
-    """The traces, and remarks on files that were left out. Raises ValueError with one line."""
+    """The traces, and remarks on files that were left out.
+
+    Raises ValueError with a message of one line.
+    """
     traces, lines = [], []
     with tqdm(
         total=sum(size_of(path) for path in files),
@@ -104,9 +110,9 @@ def size_of(path: str) -> int:
 def by_rank(traces: Sequence[Trace]) -> tuple[dict[int, Trace], list[str]]:
     """The traces by rank, and remarks on those that were left out.
 
-    If no trace has a rank, their positions count. A file without rank and without kernels, next to
-    traces of GPUs, is left out: it belongs to another process, such as a server. Raises ValueError
-    with a message of one line.
+    If no trace contains its rank, the ranks are the positions of the traces. A trace with neither a
+    rank nor kernels, next to traces of GPUs, is left out: it belongs to another process, such as a
+    server. Raises ValueError with a message of one line.
     """
     lines = []
     used = list(traces)
@@ -135,7 +141,7 @@ def by_rank(traces: Sequence[Trace]) -> tuple[dict[int, Trace], list[str]]:
 def shares_of(
     computing: Sequence[Span], communication: Sequence[Span], steps: Sequence[Step]
 ) -> list[list[float]]:
-    """Rows of milliseconds for the mean step and each step: its length, then COLUMNS."""
+    """Milliseconds of the mean step, and of each step: its length, then COLUMNS. [1 + steps, 6]"""
     computes, communicates = Cover(union(computing)), Cover(union(communication))
     either = Cover(union([*computes.spans, *communicates.spans]))
     rows = []
@@ -165,8 +171,11 @@ def show_shares(traces: Iterable[Trace]) -> None:
 
 
 def dominating_call(trace: Trace) -> str | None:
-    """A remark if nearly all of the communication is one call in the first step, where connections
-    are set up, and ranks that started the profiler earlier wait for the others."""
+    """A remark if nearly all of the communication is a single call in the first step.
+
+    In the first step connections are set up, and ranks on which the profiler started earlier wait
+    for the other ranks.
+    """
     every = [call for step in trace.steps for call in step.calls]
     if len(every) < 2:
         return None
@@ -196,7 +205,10 @@ def name_of(one: Activity) -> str:
 def exposed_ms(
     spans: Iterable[Span], computing: Cover, steps: Sequence[Step]
 ) -> tuple[float, float]:
-    """Milliseconds of some communication in the mean step, in all and exposed."""
+    """The duration of the communication in `spans`, and of its exposed part: milliseconds per step.
+
+    Communication that overlaps counts once.
+    """
     cover = Cover(union(spans))
     whole = hidden = 0.0
     for step in steps:
@@ -259,7 +271,7 @@ def show_bandwidths(rows: Sequence[Row]) -> None:
 
 
 def draw(traces: Mapping[int, Trace], path: str) -> None:
-    """Draw the step of median length: a row per thread or stream, a colour per kind."""
+    """Draw the step of median length: a row per thread or stream, a color per kind."""
     from matplotlib.figure import Figure  # not above, because tables do not need it
 
     steps = next(iter(traces.values())).steps

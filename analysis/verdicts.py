@@ -35,13 +35,13 @@ Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run 
 ALPHA = 0.05  # error rate, two-sided
 POWER = 0.9  # probability with which the smallest change is detected
 MAX_RUNS = 100  # a larger number of runs is never recommended
-WIDEST = 3.0  # an interval that extends by a larger factor beyond its ratio is not printed
+WIDEST = 3.0  # an interval that extends beyond its ratio by a larger factor is not printed
 UNEXPLAINED = 5.0  # a change by a larger factor is reported even if the runs were disturbed
-MIN_FOR_OUTLIERS = 5  # number of runs per side from which on outliers are reported
-OUTLIER_SIGMAS, OUTLIER_FACTOR = (
-    5.0,
-    1.2,
-)  # an outlier is off by this number of deviations and by this factor
+MIN_FOR_OUTLIERS = 5  # outliers are reported on a side with at least this number of runs
+# An outlier differs from the median by more than this number of standard deviations, and by more
+# than this factor
+OUTLIER_SIGMAS = 5.0
+OUTLIER_FACTOR = 1.2
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Design:
     interleaved: bool = False  # the runs alternated block by block: use equally many blocks of both
     runs: int = 2  # number of runs per side that must be evidence for a verdict
     allow_disturbed: bool = False  # keep runs whatever their load
-    looks: int = 1  # number of times that growing data are evaluated; they share the error rate
+    looks: int = 1  # number of evaluations of growing data, which share the error rate
 
     @property
     def error_rate(self) -> float:
-        """The share of ALPHA of one look. The confidence of an interval is 1 minus this share."""
+        """The error rate of one look. The confidence level of an interval is 1 minus this rate."""
         return ALPHA / self.looks
 
 
@@ -84,7 +84,7 @@ class Result:
     base_s: list[float] = field(default_factory=list)
     test_s: list[float] = field(default_factory=list)
     enough: bool = True  # whether there are enough runs for a verdict
-    disturbed: bool = False  # whether there are too few runs only because of the load
+    disturbed: bool = False  # whether too few runs count, and only because of the load
     left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> reason
     # relative rounding error of the numbers in the logs of BASE and of TEST
     rounding: tuple[float, float] = (0.0, 0.0)
@@ -115,6 +115,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The comparison of two sides."""
+
     cases: list[Result]
     mean: Result | None  # the geometric mean over the cases that have all runs that count
     environment: list[Difference]  # hardware first
@@ -148,10 +150,10 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
 def outliers_of(
     runs: Sequence[Run], times: Sequence[tuple[list[int], list[float]]]
 ) -> dict[str, float]:
-    """The outliers among the runs of a side: label -> the largest factor from the median.
+    """The outliers among the runs of a side: label -> time / median, where it is most extreme.
 
-    times: for each case, the positions of the runs and their seconds. The deviation is the median
-    absolute deviation of the logarithms, times 1.4826 (Hampel 1974).
+    times: for each case, the positions of the runs and their seconds. The standard deviation is
+    estimated as the median absolute deviation of the logarithms, times 1.4826 (Hampel 1974).
     """
     found: dict[str, float] = {}
     for positions, seconds in times:
@@ -194,7 +196,8 @@ def warnings_of(comparison: Comparison) -> list[str]:
             lines.append(f"{run.label} was resumed: {resumed}")
         if run.synchronized:
             what = "PyTorch's script waits for the device in every iteration, ddp_sweep.py once per"
-            lines.append(f"{run.label}: {what} block; that alone may make its steps shorter")
+            effect = "which alone may make the steps of ddp_sweep.py shorter"
+            lines.append(f"{run.label}: {what} block, {effect}")
     return lines
 
 
@@ -354,7 +357,8 @@ def interleaved_times(base: Row, test: Row) -> tuple[float, float]:
 
 
 def is_autocorrelated(ratios: Sequence[float]) -> bool:
-    """Whether the ratios of successive rounds are autocorrelated; the error rate is 2 to 5 %.
+    """Whether the ratios of successive rounds are autocorrelated; True for 2 to 5% of independent
+    series.
 
     The test is r > 1.645 / sqrt(n) - 1 / n, where r is the lag-1 autocorrelation of the logarithms.
     For independent ratios, r is approximately normal with these moments (Bartlett, J. R. Statist.
@@ -405,8 +409,9 @@ def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
 def judge_all(cases: Sequence[Result], design: Design) -> None:
     """Fill in everything that follows from the times. The mean, if there is one, is the last case.
 
-    On average, at most a share error_rate of the cases that are called different are equal
-    (Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995).
+    The false discovery rate is limited to error_rate: this is the expected share of equal cases
+    among those that are significant (Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995). The
+    limit is proven for independent cases; tests/simulate_verdicts.py simulates such cases.
     """
     compared = [case for case in cases if case.base_s and case.test_s]
     for case in compared:
@@ -423,8 +428,9 @@ def judge_all(cases: Sequence[Result], design: Design) -> None:
 def estimate(case: Result, design: Design) -> None:
     """Set ratio, interval, p, runs_needed and smallest_change, by Student's t on logarithms.
 
-    The unit is a pair, or a run: then Welch's t applies (Biometrika 34, 1947). If a side has only
-    one run, its scatter is assumed to be that of the other side.
+    In a paired design, the unit is the ratio of a pair. Otherwise it is a run, and Welch's t-test
+    is used (Biometrika 34, 1947). If a side has only one run, its scatter is assumed to be that of
+    the other side.
     """
     base, test = np.log(case.base_s), np.log(case.test_s)
     ratios = test - base if design.paired else np.array([])
@@ -458,12 +464,14 @@ def finite_exp(log_ratio: float) -> float:
 
 
 def detectable_errors(t: float, freedom: float) -> float:
-    """The change, in standard errors, that is detected with a probability of POWER.
+    """The smallest change that is detected with a probability of POWER.
 
-    A change c is detected if c * s > t * s' - z. Here s and s' are the relative errors of two
-    estimates of the scatter, from the runs at hand and from those that are to detect the change,
-    and z is a standard normal number. By a normal approximation
-    c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), which is a quadratic equation.
+    It is in units of the estimated standard error. "Detected" refers to another set of runs of the
+    same size, which detects a change c if c * s + x > t * s'. Here x is a standard normal number,
+    and s and s' are the standard errors estimated from the runs at hand and from the other set,
+    relative to the true one. With a normal approximation of s and s',
+    c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), where z is the quantile of the normal
+    distribution at POWER. This is a quadratic equation in c.
     """
     z2 = stats.norm.ppf(POWER) ** 2
     a = 1 - z2 / (2 * freedom)
@@ -472,7 +480,10 @@ def detectable_errors(t: float, freedom: float) -> float:
 
 
 def runs_needed(scatter: float, design: Design) -> int | None:
-    """The smallest number of runs per side with an interval of +-margin; None above MAX_RUNS."""
+    """The smallest number of runs per side with an interval of +-margin; None above MAX_RUNS.
+
+    scatter: standard deviation of the logarithm of a run's time, or of a pair's ratio.
+    """
     sides = 1 if design.paired else 2
     runs = np.arange(2, MAX_RUNS + 1)
     t = stats.t.ppf(1 - design.error_rate / 2, sides * (runs - 1))
@@ -506,7 +517,8 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
         off = f"{100 * max(case.rounding):.2g} %"
         return "undecided", f"the logs print so few digits that a number may be off by {off}"
     if low <= 1 <= high:
-        return "undecided", "the interval is too wide"
+        return "undecided", "the interval contains 1, but extends beyond the margin"
     if case.ratio < least or case.ratio > most:
-        return "undecided", "beyond the margin, but one of this many cases may be so by chance"
-    return "undecided", "there is a change, but it may lie within the margin"
+        why = "beyond the margin, but not significant if the number of cases is taken into account"
+        return "undecided", why
+    return "undecided", "the ratio is within the margin, but its interval extends beyond it"

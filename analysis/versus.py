@@ -48,7 +48,7 @@ class Versus:
     comparison: Comparison
     names: tuple[str, str]  # of BASE and TEST
     commands: tuple[str, str]
-    is_like_with_like: bool = False  # TEST is BASE run again
+    is_like_with_like: bool = False  # TEST is BASE run again (an A/A test)
     folded: bool = False
 
     @property
@@ -260,7 +260,7 @@ def with_flags(verdict: Verdict, given: argparse.Namespace) -> Verdict:
 
 
 def unfinished_rounds(rounds: dict[str, int], common: int) -> list[str]:
-    """A remark on runs whose round was not finished."""
+    """A remark on the runs of a round that was not finished."""
     more = [f"{name}/{common + 1:02d}" for name, count in rounds.items() if count > common]
     return [f"{', '.join(more)} has no partner: its round was not finished."] if more else []
 

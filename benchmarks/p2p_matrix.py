@@ -359,7 +359,7 @@ def draw(links: list[Link], members: int, path: str) -> None:
     for ax, (kind, quantity) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
         matrix = matrix_of(directed(links, kind), members)
         image = ax.imshow(matrix, cmap="viridis_r" if quantity.less_is_better else "viridis")
-        ax.set(title=f"{kind} ({quantity.unit})", xlabel="receives", ylabel="sends")
+        ax.set(title=f"{kind} ({quantity.unit})", xlabel="receiver", ylabel="sender")
         ax.set(xticks=ticks, yticks=ticks)
         figure.colorbar(image, ax=ax, shrink=0.7)
     writer = "Software" if path.endswith(".png") else "Creator"  # metadata key of the file format

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
-SCRIPT = "benchmarks/collectives.py"  # which imports least
+SCRIPT = "benchmarks/collectives.py"  # the script with the fewest imports
 SMALL = "--collective all_reduce,broadcast -b 64 -e 64 --cache-warm --device cpu --iters 6"
 # 8 cases of 1 s each: a fault strikes while the second case is measured
 LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 1"

@@ -216,7 +216,8 @@ def test_several_interleaved_commands(out: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("equal", "slow"):
         assert f"# BASE: quick. TEST: {name}.\n" in done.stdout
-    assert "with interleaved blocks; 6 looks share the error rate of 5 %" in done.stdout
+    looks = "6 looks at pairs of commands share the error rate of 5 %"
+    assert f"with interleaved blocks; {looks}" in done.stdout
     assert done.stdout.splitlines()[-1] == (
         "# no clear best; smallest mean time: quick; equal is the same within 2 %; "
         "slow is 1.1 (1.1 to 1.1) times slower"
@@ -248,7 +249,7 @@ def test_several_interleaved_commands(out: Path) -> None:
     ("mode", "message"),
     [
         ("fail", r"b 1: exit status 1; no report was written; .*:\n    a reason to fail\n"),
-        ("no turns", "it did not take turns; --interleave requires scripts of this project"),
+        ("no turns", "it was not interleaved; --interleave requires scripts of this project"),
     ],
 )
 def test_a_command_that_fails_ends_the_round(out: Path, mode: str, message: str) -> None:
@@ -325,7 +326,7 @@ def test_which_flags_may_differ_when_a_call_continues(out: Path) -> None:
     for more in ("--runs 3", "--interleave", "--b-env X=1"):
         done = run("ab.py", *flags, *more.split())
         assert (done.returncode, done.stdout) == (2, ""), more
-        assert "belongs to a different call: its plan lacks" in done.stderr
+        assert "belongs to a different call: its plan does not contain" in done.stderr
 
 
 def test_a_command_may_change_the_working_directory(

@@ -114,8 +114,8 @@ def test_runs_needed_by_hand(tmp_path: Path) -> None:
     comparison = compared(tmp_path, side, side)
     # t(18) = 2.101: 0.01879 <= 0.0198; n = 9: 0.01999
     assert comparison.cases[0].runs_needed == 10
-    line = "# 10 runs per side have an even chance of narrowing the intervals to +-2 %; 30 decide"
-    assert line in show(comparison)
+    line = "# 10 runs per side narrow the intervals to +-2 % about half of the time, and give a"
+    assert f"{line} verdict less often; 30 give one in about 9 of 10 compar" in show(comparison)
     # pairs with ratios that differ as much: t(n - 1) * s / sqrt(n) is 0.0185 for 7, 0.0210 for 6
     (paired,) = compared(tmp_path / "p", [1.0] * 3, side, paired=True).cases
     # two looks share the error rate, t(n - 1) is 2.841 and 2.752: 0.0201 for 8, 0.0183 for 9 pairs

@@ -150,7 +150,7 @@ def test_an_interval_without_information_is_not_printed(tmp_path: Path) -> None:
     assert status == 4
     assert re.search(r"2.94x slower +no interval +undecided", printed)
     assert "more than 100 runs per side would be needed for +-2 %; look for the cause" in printed
-    assert "even chance" not in printed
+    assert "about half of the time" not in printed
 
 
 # -- load ------------------------------------------------------------------------------------------

@@ -86,13 +86,13 @@ def test_differences_between_a_call_and_a_plan() -> None:
     assert plan.why_different([*begin, *mine], [*begin, *mine, "file of a: 33 made.txt"]) == ""
     assert (
         plan.why_different([*begin, *mine], ["looks: [8]", *begin[1:], *mine])
-        == "its plan lacks looks: [8]"
+        == "its plan does not contain looks: [8]"
     )
     assert plan.why_different([*begin, *mine], [*begin[:2], *mine]) == "its plan has more commands"
     edited = ["file of a: 12 x.py", "file of b: 22 x.py", "inherited variable G="]
     told = "x.py has changed, F was 1, is unset now, G was unset, is  now"
     assert plan.why_different([*begin, *mine], [*begin, *edited]) == told
-    assert plan.why_different([*begin, *mine], [*begin, *mine[1:]]) == "x.py is gone"
+    assert plan.why_different([*begin, *mine], [*begin, *mine[1:]]) == "x.py no longer exists"
 
 
 def test_a_large_file_is_identified_by_size_and_time(

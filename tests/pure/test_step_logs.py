@@ -308,7 +308,7 @@ def test_ab_with_commands_that_write_no_report(out: Path) -> None:
     assert both == 1  # the load is recorded
     other = run("ab.py", *words_of(out, "100 x", "200 x", "--skip", "2"))
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
-    assert "its plan lacks skip: 2; choose another --out" in other.stderr
+    assert "its plan does not contain skip: 2; choose another --out" in other.stderr
     # compare.py reads both the reports and the logs
     for ending, step in (("jsonl", ()), ("log", ("--step", MS, "--skip", "1"))):
         sides = [str(out / side / f"*.{ending}") for side in "ab"]
