@@ -1,8 +1,8 @@
 """Load cudalab. Python imports this file when it starts, because env.sh adds it to PYTHONPATH.
 
 It loads cudalab's libraries before torch loads NVIDIA's. The dynamic linker then uses them instead
-of the libraries of the same name in torch's RPATH. After torch, it loads the extension that replaces
-the CUDA kernels.
+of the libraries of the same name in torch's RPATH. After torch is loaded, it loads the extension
+that replaces the CUDA kernels.
 """
 
 import ctypes
