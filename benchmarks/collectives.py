@@ -66,10 +66,12 @@ MAX_SIZES = 10_000  # per table
 MAX_CALLS = 20  # per sample on CUDA, without -n
 SAMPLE_BYTES = 2**32  # limit on the bytes of a sample, without -n
 UNSURE = 0.5  # half-width of an interval, as a fraction of the time, beyond which it is too wide
+UNALIGNED = "buffers are always aligned; for unaligned sizes use e.g. "
+UNALIGNED += "-b 1048576 -e 1048592 -i 2 -d half"
 GONE = {  # flags of nccl-tests that are not available -> what to use instead
     **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
     **dict.fromkeys(("-a", "--average"), "the maximum over ranks is printed; --json stores all"),
-    **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
+    **dict.fromkeys(("-u", "--unalign"), UNALIGNED),
     **dict.fromkeys(("-z", "--blocking"), "CUDA_LAUNCH_BLOCKING=1 waits for each call"),
 }
 
@@ -148,7 +150,7 @@ def check_beside(args: argparse.Namespace, parser: cli.Parser) -> None:
     without = {"-G": args.cudagraph, "-I": args.per_iter_timing, "--limit": args.limit}
     for flag, value in (without | {"--min-busbw": args.min_busbw}).items():
         if value:
-            parser.error(f"{flag} cannot be used with --beside, which compares times")
+            parser.error(f"{flag} cannot be used with --beside; leave one of them out")
     if "sendrecv" in args.collective:
         expected = "expected collectives that torch can start asynchronously"
         parser.error(f"--beside: {expected}, got sendrecv; e.g. --collective all_reduce")

@@ -32,7 +32,7 @@ Exit status: 0 fit; 1 slow or wrong, with the names in the last lines; 2 a mista
 3 a hang; 4 nothing is wrong, and there is no verdict on slowness.
 
 --min-tflops applies to the product in bf16 on CUDA, and to the one in fp32 on the CPU. Call srun in
-a job with GPUs (salloc or sbatch).
+a job that has whole nodes with GPUs (salloc --exclusive, or sbatch).
 
     torchrun --nproc-per-node 8 benchmarks/node_check.py
     torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --exclude-file bad.txt
@@ -146,9 +146,10 @@ def parse_args() -> argparse.Namespace:
     add("--budget", type=positive, default=60.0, metavar="SECONDS", help=text)
     text = "exit with status 1 if anything is slow or wrong, or only if wrong (default: slow)"
     add("--fail-on", choices=("slow", "wrong"), default="slow", help=text)
-    text = "deviations above the median that count as slow (default: 5)"
+    text = "robust standard deviations above the median that count as slow (default: 5)"
     add("--sigmas", type=positive, default=SIGMAS, metavar="S", help=text)
-    text = "minimum slowdown to report (default: 0.1; on the CPU 0.4, all ranks together 2)"
+    text = "minimum slowdown to report, as a fraction of the median time (default: 0.1; on the CPU "
+    text += "0.4 for a rank alone, 2 for links and for all ranks together)"
     add("--margin", type=positive, metavar="FRACTION", help=text)
     text = "minimum TFLOP/s of each rank's matrix product, in bf16 on CUDA, in fp32 on the CPU"
     add("--min-tflops", type=positive, default=0, metavar="T", help=text)
@@ -357,18 +358,20 @@ def limits_of(min_tflops: float, min_busbw: float, device: str) -> dict[str, flo
 
 
 def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
-    """The ranks whose results differ from those of most of their kind, or are not finite: rank ->
-    why."""
+    """The ranks whose results are not finite, or differ from those of most ranks with the same
+    device and number of threads: rank -> why. kinds: the device and number of threads of each rank.
+    """
     with_bits = Counter(zip(kinds, bits, strict=True))
     of_kind = Counter(kinds)
     odd: dict[int, str] = {}
     for rank, mine in enumerate(bits):
         kind = kinds[rank]
         same, all_of_it = with_bits[kind, mine], of_kind[kind]
-        is_minority = same <= all_of_it / 2
-        if is_minority or mine == "not finite":
-            computed_by = f"{same} of {all_of_it} ranks of its kind"
-            odd[rank] = f"its results ({mine}) were computed by {computed_by}"
+        if mine == "not finite":
+            odd[rank] = "its results are not finite"
+        elif same <= all_of_it / 2:
+            peers = f"{all_of_it} ranks with the same device and number of threads"
+            odd[rank] = f"only {same} of {peers} computed these results ({mine})"
     return odd
 
 
@@ -441,8 +444,8 @@ def judge(cases: list[Case], cluster: Cluster) -> Findings:
             got, least = by_rank[rank][rate], cluster.limits.get(step, 0)
             if got < least:
                 component = Component(how.level, ((number,),))
-                missed = Slowness(None, f"{got:.3g}, below {least:.3g}")
-                findings[component, rate.replace("_", " ")] = missed
+                shown = f"{got * how.scale:.4g} {how.head}, below {least * how.scale:.4g}"
+                findings[component, f"{step.replace('_', ' ')} rate"] = Slowness(None, shown)
         for name in (step, f"{step}_sustained"):
             for kind in dict.fromkeys(cluster.kinds):
                 costs = Costs()

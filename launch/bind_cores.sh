@@ -14,16 +14,16 @@ set -euo pipefail
 : "${LOCAL_WORLD_SIZE:?start this script with torchrun --no-python}"
 : "${1:?expected a command, e.g. python benchmarks/ddp_sweep.py}"
 allowed=$(taskset -pc $$) # pid 7's current affinity list: 0-3,8
-cores=()
+cpus=()
 IFS=, read -ra ranges <<<"${allowed##*: }"
 for range in "${ranges[@]}"; do
-    for ((core = ${range%-*}; core <= ${range#*-}; core++)); do cores+=("$core"); done
+    for ((cpu = ${range%-*}; cpu <= ${range#*-}; cpu++)); do cpus+=("$cpu"); done
 done
-share=$((${#cores[@]} / LOCAL_WORLD_SIZE))
+share=$((${#cpus[@]} / LOCAL_WORLD_SIZE))
 if ((share == 0)); then
-    got="${#cores[@]} cores for $LOCAL_WORLD_SIZE ranks"
+    got="${#cpus[@]} CPUs for $LOCAL_WORLD_SIZE ranks"
     echo "bind_cores.sh: error: $got; start fewer ranks per node" >&2
     exit 2
 fi
-part=$(IFS=,; echo "${cores[*]:LOCAL_RANK * share:share}")
+part=$(IFS=,; echo "${cpus[*]:LOCAL_RANK * share:share}")
 exec taskset -c "$part" "$@"

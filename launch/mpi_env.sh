@@ -102,7 +102,10 @@ fi
 job=${PMIX_NAMESPACE:-${FLUX_JOB_ID:-${PALS_APID:-${control:-${SLURM_JOB_ID:-${PBS_JOBID:-}}}}}}
 job=${job:-${LSB_JOBID:-}}
 if [[ -z ${MASTER_PORT:-} ]]; then
-    if [[ -z $job ]]; then refuse "set MASTER_PORT, e.g. mpirun -genv MASTER_PORT 29400"; fi
+    if [[ -z $job ]]; then
+        refuse "the launcher sets no job ID from which to derive a port; set MASTER_PORT, e.g. \
+mpirun -genv MASTER_PORT 29400"
+    fi
     job=$(cksum <<<"$job")
     MASTER_PORT=$((20000 + ${job%% *} % 10000))
 fi

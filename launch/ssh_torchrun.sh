@@ -136,7 +136,9 @@ while ((${#running[@]})); do
     fi
     if ((code && status == 0)); then
         status=$code
-        echo "ssh_torchrun.sh: ${running[$ended]}: status $code (255: no connection)" >&2
+        why=
+        if ((code == 255)); then why=" (an error of ssh, such as no connection)"; fi
+        echo "ssh_torchrun.sh: ${running[$ended]}: status $code$why" >&2
         sleep 10 &
         timer=$!
     fi

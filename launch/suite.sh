@@ -28,14 +28,14 @@ usage: launch/suite.sh [FLAG...] [SCRIPT...]
 Runs each SCRIPT of benchmarks/, writes its report to a folder, and makes one page of all reports.
 A script and its flags are given as one quoted argument. If a script fails, the next one still runs.
 
-After Ctrl-C, repeat the command to continue: cases that are in the reports are not measured again.
-If a report was measured with other files, variables or versions, its script refuses to continue,
-with status 2; choose another --out.
+After Ctrl-C, repeat the command to continue: cases that are in the reports are not measured again,
+except those of node_check. A script refuses to continue a report that was measured with different
+source files, environment variables or versions (status 2). In that case, choose another --out.
 
     --out FOLDER          folder for the reports and the page (default: suite)
     --flags "FLAG..."     flags for every script, e.g. "--max-seconds 1"
-    --nproc-per-node N    number of ranks on this machine (default: one per GPU; in a Slurm job, all
-                          of its nodes, started by launch/slurm_srun.sbatch)
+    --nproc-per-node N    run on this machine only, with N ranks (default: one per GPU; in a Slurm
+                          job, on all of its nodes, with launch/slurm_srun.sbatch)
     --baseline FOLDER     earlier reports; compare.py compares the new ones with them
     --dry-run             print the commands without running them
 

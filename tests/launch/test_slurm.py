@@ -161,6 +161,22 @@ def test_not_requeued(
     assert want or "requeued" not in job.text
 
 
+def test_runs_of_one_name_do_not_overlap(lab: Lab, checkout: Path, tmp_path: Path) -> None:
+    """The repeated runs of docs/launch.md. There are more nodes than a job needs, so only the
+    dependency keeps the jobs apart. A job that finds the folder of another one fails."""
+    lines = ["import os, time", "os.mkdir('running')", "time.sleep(2)", "os.rmdir('running')", ""]
+    (tmp_path / "any.py").write_text("\n".join(lines))
+    options = ["-N1", "--ntasks-per-node=1", "--dependency=singleton", f"--chdir={tmp_path}"]
+    options += ["--output=%j.out"]
+    script = [str(checkout / "launch" / SRUN), "any.py"]
+    jobs = [lab.sbatch(*options, *script, cwd=tmp_path) for _ in range(3)]
+
+    def explain() -> str:
+        return "".join(path.read_text() for path in tmp_path.glob("*.out"))
+
+    assert [lab.until_over(job, 120, explain) for job in jobs] == ["COMPLETED"] * 3, explain()
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 

@@ -107,19 +107,19 @@ def test_dry_run_0_starts_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "said"),
+    ("cpus", "ranks", "said"),
     [
         ("0-3,8", 2, "-c 2,3 python x.py a b\n"),
         ("1,3,9-11", 5, "-c 11 python x.py a b\n"),
-        ("0-3,8", 6, "bind_cores.sh: error: 5 cores for 6 ranks; start fewer ranks per node\n"),
+        ("0-3,8", 6, "bind_cores.sh: error: 5 CPUs for 6 ranks; start fewer ranks per node\n"),
     ],
 )
-def test_each_rank_is_bound_to_its_own_cores(
-    cores: str, ranks: int, said: str, tmp_path: Path
+def test_each_rank_is_bound_to_its_own_cpus(
+    cpus: str, ranks: int, said: str, tmp_path: Path
 ) -> None:
-    """The last rank. `taskset` reports these cores for the process."""
-    list_of_cores = f"pid $2's current affinity list: {cores}"
-    shows = f'if [ "$1" = -pc ]; then echo "{list_of_cores}"; else echo "$@"; fi'
+    """The last rank. `taskset` reports these CPUs for the process."""
+    list_of_cpus = f"pid $2's current affinity list: {cpus}"
+    shows = f'if [ "$1" = -pc ]; then echo "{list_of_cpus}"; else echo "$@"; fi'
     given = f"{fake(tmp_path, 'taskset', shows)} LOCAL_RANK={ranks - 1} LOCAL_WORLD_SIZE={ranks}"
     done = start("bind_cores.sh", "python", "x.py", "a b", given=given)
     assert done.stdout + done.stderr == said

@@ -93,6 +93,7 @@ def test_pals_without_its_size(tmp_path: Path) -> None:
     assert port != variables(given.replace("APID=x", "APID=y"))[-1]
 
 
+NO_JOB = "the launcher sets no job ID from which to derive a port"
 LOST = f"on {socket.gethostname()} cannot determine the host of rank 0; set MASTER_ADDR, e.g."
 
 
@@ -107,7 +108,7 @@ LOST = f"on {socket.gethostname()} cannot determine the host of rank 0; set MAST
         (FLUX.replace("NNODES", "X"), "expected a number in FLUX_JOB_NNODES, got ''"),
         (f"{PMIX} WORLD_SIZE=two", "expected a number in WORLD_SIZE, got 'two'"),
         (FLUX.replace("NNODES=2", "NNODES=00"), "expected at least 1 in FLUX_JOB_NNODES, got '00'"),
-        (f"{INTEL} {ADDRESS}", "set MASTER_PORT, e.g. mpirun -genv MASTER_PORT 29400"),
+        (f"{INTEL} {ADDRESS}", f"{NO_JOB}; set MASTER_PORT, e.g. mpirun -genv MASTER_PORT 29400"),
         (f"{INTEL} SLURM_JOB_ID=5", f"rank 0 {LOST}"),
         # rank 0 is not on the host of mpirun
         (f"{OPEN} OMPI_MCA_orte_hnp_uri='8.0;tcp://192.0.2.77:44093'", f"rank 0 {LOST}"),
