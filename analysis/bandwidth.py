@@ -18,7 +18,7 @@ from analysis.calls import MATCHED, Call, Group, members
 from analysis.kineto import Trace
 from common.cli import cut
 from common.report import Estimate
-from common.stats import Alone, Layout, layout_of, time_alone, total
+from common.stats import Alone, Layout, isolated_time, layout_of, total
 
 RANKS_PER_NODE = 8  # consecutive ranks on a node, if the traces do not name their hosts
 
@@ -206,7 +206,7 @@ def compare(sample: Sample, alone: Alone, operation: str, layout: Layout) -> Non
         sample.why = "the trace does not contain the ranks of the group"
         return
     try:
-        found = time_alone(alone, operation, layout, sample.dtype, sample.size_bytes)
+        found = isolated_time(alone, operation, layout, sample.dtype, sample.size_bytes)
         sample.alone, sample.dtype_alone = found
     except ValueError as error:
         sample.why = str(error)
@@ -226,5 +226,5 @@ def sentence(rows: Sequence[Row]) -> str:
     assert row.ratio
     what = f"{row.operation}{row.group.of_name} matters most"
     waiting = " (including waiting for other ranks)" if row.waiting else ""
-    ratio = f"it takes {row.ratio.times()} as long as in isolation{waiting}"
+    ratio = f"it takes {row.ratio.as_factor()} as long as in isolation{waiting}"
     return f"{what}: {ratio}, and {row.share:.1%} of the step"

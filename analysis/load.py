@@ -28,7 +28,7 @@ from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common import report as report_file
 from common.cli import suggest
 from common.report import Case, Estimate, Report
-from common.stats import MIN_ROUNDS, median, time_of_iterations, time_of_rounds
+from common.stats import MIN_ROUNDS, iteration_times, mean_of_blocks, median
 
 # Estimators of the time of a run
 BY_ROUNDS = "geometric mean over rounds of block medians"
@@ -238,7 +238,7 @@ def read(path: str, measure: str | None) -> list[Run]:
         check_times(samples, path, case.name)
         case.samples_s = {}
         if samples.size:
-            case.samples_s[step] = [time_of_iterations(samples, case.aligned).tolist()]
+            case.samples_s[step] = [iteration_times(samples, case.aligned).tolist()]
 
     content = hashlib.sha256()
     try:
@@ -377,13 +377,13 @@ def time_of_blocks(
 ) -> float:
     """The time of a run in seconds, from the times of its n iterations.
 
-    It is `stats.time_of_rounds`, or the median over iterations if the rounds are unknown (their sum
+    It is `stats.mean_of_blocks`, or the median over iterations if the rounds are unknown (their sum
     is not n). blocks: use only this number of rounds, from the first one; None for all.
     """
     if not has_rounds(times_s, rounds):
         return float(np.median(times_s))
     kept = rounds[:blocks]
-    return time_of_rounds(times_s[: sum(kept)], kept)
+    return mean_of_blocks(times_s[: sum(kept)], kept)
 
 
 def has_rounds(times_s: Sequence[float], rounds: Sequence[int]) -> bool:

@@ -362,21 +362,21 @@ class Training:
         # without a timeout: an upload may take long, and while steps continue nothing hangs
         rendezvous(group)
         uploads = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
-        group.more.append(uploads)
+        group.extra.append(uploads)
         torch.manual_seed(0)
         with device:
             model: Any = Decoder(DECODERS[key["model"]])
         if key["strategy"] == "ddp":
-            model = DistributedDataParallel(model, process_group=group.test)
+            model = DistributedDataParallel(model, process_group=group.workload)
         else:
             # a name per case, because DTensor treats meshes with equal ranks and names as one
             name = f"{self.mode} into {key['path']}"
-            mesh = dist.DeviceMesh.from_group(group.test, device.type, mesh_dim_names=(name,))
+            mesh = dist.DeviceMesh.from_group(group.workload, device.type, mesh_dim_names=(name,))
             forget_groups(mesh)
             for unit in (*model.blocks, model):
                 fully_shard(unit, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.state = State(model, optimizer, device, uploads, group.test)
+        self.state = State(model, optimizer, device, uploads, group.workload)
         texts = random_text(DECODERS[key["model"]], key["batch_size"], seed=bench.job.rank)
         length = CPU_TOKENS if device.type == "cpu" else None
         self.tokens, self.targets = (text[:, :length].to(device) for text in texts)
@@ -545,7 +545,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     """
     shards = [fact["shard_bytes"] for fact in facts]
     size = sum(shards) if case.key["strategy"] == "fsdp2" else max(shards)
-    upload, stall = times.mean("upload"), times.beyond("alone")
+    upload, stall = times.mean("upload"), times.excess_over("alone")
     first_total = max(fact["first"].total for fact in facts)
     first_alone = max(fact["first"].alone for fact in facts)
     every_s = case.key["every_s"]

@@ -55,7 +55,7 @@ from common.benchmark import Answer, Benchmark, Key, Planned
 from common.environment import count_of, node_of_each
 from common.groups import Group, Job, connect, rendezvous
 from common.report import UNCHECKED, Case, Estimate
-from common.stats import Disturbed, Samples, Times, median
+from common.stats import Implausible, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
 
@@ -317,8 +317,13 @@ def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workloa
     """Call the collective on consecutive buffers, out of place and in place. With -G, a step is the
     replay of a graph that contains the calls of a sample."""
     operation = OPERATIONS[key["collective"]]
-    rank, n, part, calls = dist.get_rank(group.test), key["group_ranks"], key["count"], key["calls"]
-    member = Member(group.test, rank, n, part, key["redop"], max(0, key["root"]))
+    rank, n, part, calls = (
+        dist.get_rank(group.workload),
+        key["group_ranks"],
+        key["count"],
+        key["calls"],
+    )
+    member = Member(group.workload, rank, n, part, key["redop"], max(0, key["root"]))
     torch.cuda.empty_cache()  # NCCL cannot use the memory that torch has cached for smaller sizes
     sent, received = (parts * part for parts in operation.parts(n))
     dtype, cold = getattr(torch, key["dtype"]), key["caches"] == "cold"
@@ -337,7 +342,9 @@ def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workloa
         return found
 
     step = steps.pop(operation.variants[0])
-    return Workload(step, steps, calls=key["cudagraph"] or calls, facts=facts, launches=True)
+    return Workload(
+        step, steps, calls_per_sample=key["cudagraph"] or calls, facts=facts, launches=True
+    )
 
 
 def step_of(key: Key, member: Member, buffers: Buffers) -> Step:
@@ -427,9 +434,9 @@ def build_beside(
     n, dtype = key["group_ranks"], getattr(torch, key["dtype"])
     rendezvous(group)
     second: Any = dist.new_subgroups_by_enumeration(groups, backend=job.backend)[0]
-    group.more.append(second)
+    group.extra.append(second)
     connect(second, job)
-    sides = {"alone": (key["collective"], group.test, key["count"])}
+    sides = {"alone": (key["collective"], group.workload, key["count"])}
     sides["beside"] = (key["beside"], second, key["beside_count"])
     members: dict[str, Member] = {}
     buffers: dict[str, tuple[Tensor, Tensor]] = {}
@@ -463,7 +470,9 @@ def build_beside(
                 wrong += operations.count_wrong(OPERATIONS[name], dst, members[side])
         return {"wrong": wrong, "start_up": start_up.start_up_of(job, group)}
 
-    return Workload(both, parts, list(parts), calls=key["calls"], facts=facts, launches=True)
+    return Workload(
+        both, parts, list(parts), calls_per_sample=key["calls"], facts=facts, launches=True
+    )
 
 
 def run_concurrently(starts: Sequence[Callable[[], Any]]) -> None:
@@ -639,7 +648,7 @@ def answer(limit: float | None, cases: list[Case]) -> str:
     bandwidth = f"bus bandwidth {peak.text('GB/s')}"
     # not on GPUs: with NVLS the switch computes sums, so a rank sends less than the formula assumes
     if limit and rows[0].key["device"] == "cpu" and peak.above(limit):
-        return Disturbed(f"{name}: {bandwidth} at {sizes[at]} bytes exceeds --limit {limit:g}")
+        return Implausible(f"{name}: {bandwidth} at {sizes[at]} bytes exceeds --limit {limit:g}")
     if len(rows) == 1:
         return f"{name}: {shortest}, {bandwidth}"
     where = f"at {sizes[at]} bytes"
@@ -666,7 +675,7 @@ def answer_beside(cases: list[Case]) -> str:
     key, ratio = case.key, case.metrics["both_over_longer"]
     sizes = [cli.show_size(key[name]) for name in ("size_bytes", "beside_bytes")]
     pair = f"{key['collective']} of {sizes[0]} bytes and {key['beside']} of {sizes[1]}"
-    cost = f"{ratio.times()} as long as {case.metrics['longer']} alone"
+    cost = f"{ratio.as_factor()} as long as {case.metrics['longer']} alone"
     if ratio.relative is None:
         cost = f"no verdict on how much they slow each other down: {cost}"
     elif ratio.may_be(1):
@@ -707,7 +716,7 @@ def main() -> int:
                     bench.print(f"# n/a: {reasons[title]}")
                     continue
                 for name, _, key in cases:
-                    bench.measure(key, name, make, fill_in, ranks=members, teams=groups)
+                    bench.measure(key, name, make, fill_in, ranks=members, subgroups=groups)
         if not args.beside:
             footer(measured, args.min_busbw, bench)
         for case in bench.report.cases:

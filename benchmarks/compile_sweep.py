@@ -508,7 +508,7 @@ def build(bench: Benchmark, start_s: dict[str, float], key: Key, group: Group) -
     need_size(key["model"], key["batch_size"])
     alone = reference_of(task, key["dtype"], ranks) if bench.job.rank == 0 else None
     wanted: Reference | str = agree(alone, group)
-    mesh = dist.DeviceMesh.from_group(group.test, device.type)
+    mesh = dist.DeviceMesh.from_group(group.workload, device.type)
     forget_groups(mesh)  # otherwise caches would keep the group open when a later case aborts it
     settings = settings_of(key)
     replicas: list[Replica] = []
@@ -600,7 +600,7 @@ def derive(case: Case, times: Times, facts: list[list[Facts]]) -> None:
     checks = []
     for number, setting in enumerate(settings):
         of_setting = [of_rank[number] for of_rank in facts]
-        about = times.about(setting.label) if number else times
+        about = times.relative_to(setting.label) if number else times
         own = training_metrics(about, len(facts) * case.key["batch_size"])
         for name in of_setting[0][0]:
             own[name] = max(costs[name] for costs, _ in of_setting)
@@ -629,7 +629,7 @@ def derive(case: Case, times: Times, facts: list[list[Facts]]) -> None:
 def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
     """Metrics: the gain and cost of compiling, and its payback if the gain is significant."""
     gains: dict[str, Any] = {"eager_s": times.mean("eager"), "vs_eager": times.ratio("eager")}
-    gain_s = 0 - times.beyond("eager")
+    gain_s = 0 - times.excess_over("eager")
     cost_s = metrics["start_s"] + metrics["first_steps_s"]
     cost_s = max(0.0, cost_s - CHECKED_STEPS * gains["eager_s"].value)
     gains |= {"compiling_s": cost_s, "gain_s": gain_s}
@@ -700,9 +700,9 @@ def answer(cases: list[Case]) -> list[str]:
         return [f"{begin}: {sentence}" for sentence in compared]
     for case in [case for case in cases if "vs_eager" in case.metrics]:
         ratio, name = case.metrics["vs_eager"], case.name
-        sentence = f"whole steps of {name} are {ratio.times()} as fast as eager ones"
+        sentence = f"whole steps of {name} are {ratio.as_factor()} as fast as eager ones"
         if ratio.may_be(1):
-            sentence = f"{name} and eager do not differ significantly: {ratio.times()} as fast"
+            sentence = f"{name} and eager do not differ significantly: {ratio.as_factor()} as fast"
         elif ratio.value < 1:
             sentence += "; compiling does not pay off"
         elif payback := case.metrics.get("payback_steps"):

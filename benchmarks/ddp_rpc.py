@@ -289,7 +289,7 @@ def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Trai
     dist.barrier(group.control)  # all tables exist
     dense = dense_of(key).to(job.device)
     phases = Phases(job.device)
-    ddp = DistributedDataParallel(dense, process_group=group.test)
+    ddp = DistributedDataParallel(dense, process_group=group.workload)
     servers = [f"server{server}" for server in range(key["servers"])]
     tables = Tables(
         servers,

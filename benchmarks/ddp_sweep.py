@@ -80,7 +80,7 @@ from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.report import Case, show_seconds
-from common.stats import Disturbed, Times
+from common.stats import Implausible, Times
 from common.table import Columns, ends, metric, relative
 from common.timing import Workload
 
@@ -336,8 +336,8 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
         batch = make_batch(key["batch_size"], key["image_size"], job.device)
     if setting:
         options = {name: key[name] for name in DDP_OPTIONS}
-        model = wrap(model, group.test, setting.bucket_mb, setting.hook, **options)
-        refuse_deadlock(model, setting, dist.get_backend(group.test))
+        model = wrap(model, group.workload, setting.bucket_mb, setting.hook, **options)
+        refuse_deadlock(model, setting, dist.get_backend(group.workload))
     optimizer = make_optimizer(model.parameters())
     make_step = partial(
         training_step, optimizer=optimizer, dtype=key["dtype"], accumulate=key["accumulate"]
@@ -377,7 +377,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
             if not others and settings[0].hook != "powersgd":
                 parts["alone"] = average_alone(model, settings[0].hook)
             one_rank, size = None, key["global_batch"] or key["batch_size"]
-            if dist.get_rank(group.test) == 0:
+            if dist.get_rank(group.workload) == 0:
                 its_batch = first.batch
                 if key["global_batch"]:
                     its_batch = make_batch(size, key["image_size"], job.device)
@@ -452,7 +452,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     if "no ddp" in times:
         metrics["no_ddp_s"] = times.mean("no ddp")
     for setting in settings[1:]:
-        own = step_metrics(case, times.about(setting.label), tokens)
+        own = step_metrics(case, times.relative_to(setting.label), tokens)
         metrics |= {f"{setting.label} {name}": value for name, value in own.items()}
     if len(settings) > 1:
         metrics |= compare_settings(times, [setting.label for setting in settings])
@@ -471,7 +471,7 @@ def step_metrics(case: Case, times: Times, tokens: int) -> dict[str, Any]:
         metrics["tokens_per_s"] = tokens * key["accumulate"] / metrics["step_s"]
     metrics["step_cv"] = float(times.slowest().std() / times.slowest().mean())
     if "local compute" in times:
-        metrics["exposed_s"] = times.beyond("local compute")
+        metrics["exposed_s"] = times.excess_over("local compute")
     if "no ddp" in times:
         # under weak scaling `no ddp` does 1 / ranks of the work, under strong scaling all of it
         metrics["efficiency"] = times.ratio("no ddp") / (ranks if key["global_batch"] else 1)
@@ -644,15 +644,15 @@ def scaling(case: Case) -> str:
         # under strong scaling the smaller batch of a rank may fit into its caches
         most = math.inf if case.key["global_batch"] else ranks
         possible = not speed.above(most)
-        shown = speed.times(most) if possible else speed.times()
+        shown = speed.as_factor(most) if possible else speed.as_factor()
         sentence = f"{on_ranks} trains {shown} as fast as one rank alone"
         if speed.may_be(1):
             sentence = f"{on_ranks} and one rank alone do not differ significantly: {shown} as fast"
     if exposed := metrics.get("exposed_s"):
-        added = exposed.beside(step.value)  # in the unit of the step
+        added = exposed.part_of(step.value)  # in the unit of the step
         sentence += f"; DDP adds {added} to a step, which takes {show_seconds(step.value)}"
         possible = possible and not (exposed / step).above(1)
-    return sentence if possible else Disturbed(sentence)
+    return sentence if possible else Implausible(sentence)
 
 
 # -- the plan: which cases are measured ------------------------------------------------------------

@@ -374,7 +374,7 @@ def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
 
     classes = 1 + max(target for _, target in files)
     model = torchvision.models.get_model(key["model"], num_classes=max(1000, classes))
-    ddp = DistributedDataParallel(model.to(job.device), process_group=group.test)
+    ddp = DistributedDataParallel(model.to(job.device), process_group=group.workload)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
 
     def train(batch: Batch) -> None:
@@ -401,7 +401,9 @@ def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
 
     # Batches arrive in bursts, one from each worker, so a sample is the mean over as many steps.
     parts = {"resident": resident_step, "loader": feed.next}
-    return Workload(step, parts, compared=["resident"], calls=max(1, workers), facts=facts)
+    return Workload(
+        step, parts, compared=["resident"], calls_per_sample=max(1, workers), facts=facts
+    )
 
 
 def bytes_read(feed: Feed) -> tuple[int, int]:
@@ -439,7 +441,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     samples = len(case.ranks) * key["batch_size"]
     m |= training_metrics(times, samples)
     loader, resident = times.mean("loader"), times.mean("resident")
-    m["exposed_wait_s"] = times.beyond("resident")
+    m["exposed_wait_s"] = times.excess_over("resident")
     m["resident_s"], m["loader_s"] = resident, loader
     m["loader_samples_per_s"] = samples / loader
     m["training_samples_per_s"] = samples / resident

@@ -89,7 +89,7 @@ from common.environment import (
 )
 from common.groups import Group, Job, connect, rendezvous, share
 from common.report import Case, Report
-from common.stats import Times, in_rounds, median
+from common.stats import Times, by_round, median
 from common.table import Cell, Columns, metric, relative
 from common.timing import STEP, Step, Workload
 
@@ -255,7 +255,7 @@ def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any
             mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
             team_groups[name] = mine
             if mine is not None:
-                group.more.append(mine)
+                group.extra.append(mine)
                 connect(mine, job)
     return team_groups
 
@@ -392,7 +392,7 @@ def split(
             times_s = times.each(part)  # [ranks, iterations]
             team = next(team for team in cluster.teams[how.level] if rank in team)
             slowest = times_s[team].max(axis=0)
-            blocks_s = [float(block.mean()) for block in in_rounds(slowest, case.rounds)]
+            blocks_s = [float(block.mean()) for block in by_round(slowest, case.rounds)]
             on_cuda = case.key["device"] == "cuda"
             sustained_s = sustained(blocks_s, on_cuda)
             metrics[f"{step}_s"] = float(slowest.min())

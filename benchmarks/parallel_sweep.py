@@ -83,7 +83,7 @@ from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.groups import Group, Job, share
 from common.report import Case, show_seconds
-from common.stats import Disturbed, Times
+from common.stats import Implausible, Times
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 
@@ -284,7 +284,7 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     metrics: dict[str, Any] = {"compute_s": times.mean("compute")}
     for axis in mesh.axes:
         metrics[f"without_{axis}_s"] = times.mean(without(mesh, axis))
-        metrics[f"exposed_{axis}_s"] = times.beyond(without(mesh, axis))
+        metrics[f"exposed_{axis}_s"] = times.excess_over(without(mesh, axis))
     by_rank = times.each("compute")
     if slow := straggler(by_rank):
         rank, _ = slow
@@ -328,10 +328,10 @@ def answer(cases: list[Case]) -> list[str]:
     if "compute_s" in metrics and (axes := parse_mesh(first).axes):
         step_s = metrics["step_s"].value
         exposed = {axis: metrics[f"exposed_{axis}_s"] for axis in axes}
-        parts = [f"{axis} exposes {seconds.beside(step_s)}" for axis, seconds in exposed.items()]
+        parts = [f"{axis} exposes {seconds.part_of(step_s)}" for axis, seconds in exposed.items()]
         sentence = f"of a step's {show_seconds(step_s)} under {first}, {', '.join(parts)}"
         cannot = any((seconds / metrics["step_s"]).above(1) for seconds in exposed.values())
-        sentences.append(Disturbed(sentence) if cannot else sentence)
+        sentences.append(Implausible(sentence) if cannot else sentence)
     return sentences
 
 

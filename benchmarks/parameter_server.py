@@ -83,7 +83,7 @@ from common.groups import Group, Job
 from common.join import world
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
-from common.stats import Times, median, time_of_iterations
+from common.stats import Times, iteration_times, median
 from common.table import Columns, metric, relative
 from common.timing import Workload
 
@@ -442,12 +442,12 @@ def build(
         return send_bucket(server, phases.count, bucket, wire, timeout_s)
 
     # an exception: this workload uses the control group, which is gloo and idle within a block
-    sparse_group = group.control if key["route"] == "hybrid" else group.test
-    hook = make_hook(key["route"], send, group.test, sparse_group)
+    sparse_group = group.control if key["route"] == "hybrid" else group.workload
+    hook = make_hook(key["route"], send, group.workload, sparse_group)
     sizes = (key["num_embeddings"], key["embedding_dim"], key["dense_layers"], key["dense_size"])
     sparse, seed = not key["dense_embedding"], key["torch_seed"]
     model = create_model(*sizes, sparse=sparse, seed=seed).to(job.device)
-    ddp = wrap(model, group.test, key["bucket_size"], stamped(hook, phases))
+    ddp = wrap(model, group.workload, key["bucket_size"], stamped(hook, phases))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     batches = batches_of(key, job.rank, job.device)
     dist.barrier(group.control)  # all servers have started and all trainers are ready
@@ -545,7 +545,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         phases = pool(durations.values())
         del phases["hook"]  # these durations overlap within a step
         trainers[f"trainer{trainer}"] = phases
-    metrics["hook_s"] = median(time_of_iterations(hooks, case.aligned))
+    metrics["hook_s"] = median(iteration_times(hooks, case.aligned))
     metrics["trainers"] = summaries(trainers)
     servers = {}
     for name, times_by_step in facts[0]["servers"].items():

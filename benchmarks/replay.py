@@ -701,7 +701,7 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
         rendezvous(group)
         team_group: Any = dist.new_group(list(ranks), backend=job.backend)
         if job.rank in ranks:
-            group.more.append(team_group)
+            group.extra.append(team_group)
             connect(team_group, job)
         for kind in sorted(kind for kind, its_team in mine if its_team == team):
             starts[kind, team] = prepared(kind, ranks, team_group, job)

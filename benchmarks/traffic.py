@@ -69,7 +69,7 @@ from common.benchmark import folded, report_lines, terminal_width
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case, Estimate, Report, load
-from common.stats import Alone, Layout, collective_times, layout_of, telling, time_alone, total
+from common.stats import Alone, Layout, collective_times, isolated_time, layout_of, telling, total
 from common.table import Cell, Columns, ends, metric, render
 
 if TYPE_CHECKING:
@@ -460,7 +460,7 @@ def timed(key: Key, step: Step, alone: Alone) -> dict[str, Any]:
             if sum(layout) == 1:  # a group of one rank: at most a copy
                 continue
             try:
-                one, used = time_alone(alone, collective, layout, dtype, size)
+                one, used = isolated_time(alone, collective, layout, dtype, size)
             except ValueError as error:
                 lacking[call] = str(error)
                 continue
@@ -666,7 +666,7 @@ def answer_off(cases: list[Case]) -> str | None:
     for case in cases:
         for axis in parse_mesh(case.key["mesh"]).axes:
             if ratio := case.metrics.get(f"{axis}_exposed_over_alone"):
-                off.append(f"{ratio.times()} for {axis} of {case.name}")
+                off.append(f"{ratio.as_factor()} for {axis} of {case.name}")
     return f"exposed in parallel_sweep.py / these times: {'; '.join(off)}" if off else None
 
 

@@ -36,13 +36,13 @@ from common.cli import (
 from common.contents import of_run
 from common.cpu_load import BUSY, CpuLoad, Others
 from common.environment import others_text
-from common.groups import Group, Groups, connect, gather, share
+from common.groups import Group, GroupCache, connect, gather, share
 from common.join import join, world
 from common.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
-from common.stats import Disturbed, Times, keep_samples, rounded, stacked
+from common.stats import Implausible, Times, keep_samples, rounded, stacked
 from common.table import Columns, Table, omitted, render
 from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
-from common.watchdog import Watchdog, end_later
+from common.watchdog import Watchdog, restart_exit_timer
 
 LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Benchmark:
         under test may contain; None for all.
         """
         check_flags(args)
-        end_later(args.timeout)
+        restart_exit_timer(args.timeout)
         self.args, self.status = args, 1
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
@@ -139,7 +139,7 @@ class Benchmark:
         self.records_load = not turns
         self.cpu_load = CpuLoad() if on_node == 0 and not turns else None
         self.job = join(args.device, args.backend, args.timeout, contents)
-        self.groups = Groups(self.job)
+        self.groups = GroupCache(self.job)
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         measured_on = share(
@@ -232,17 +232,17 @@ class Benchmark:
         derive: Derive,
         *,
         ranks: Sequence[int] | None = None,
-        teams: Sequence[Sequence[int]] | None = None,
+        subgroups: Sequence[Sequence[int]] | None = None,
         rule: StopRule | None = None,
     ) -> Case | None:
         """Measure a case. All ranks of the job call this with the same arguments.
 
         A case that the resumed report contains is printed instead. Returns the case on rank 0, None
-        on other ranks. Cases over the same ranks and teams share their groups until one fails.
+        on other ranks. Cases over the same ranks and subgroups share their groups until one fails.
 
-        ranks: ranks of the case; None for all. teams: a partition of the ranks into teams that do
-        the same work concurrently, each in its own group. rule: stop rule of this case; None for
-        that of the flags.
+        ranks: ranks of the case; None for all. subgroups: a partition of the ranks; the subgroups
+        do the same work concurrently, each in its own process group. rule: stop rule of this case;
+        None for that of the flags.
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         key = self.complete_key(key, len(ranks))
@@ -254,13 +254,13 @@ class Benchmark:
         member = self.job.rank in ranks
         self.watchdog.begin(name, member)
         self.phase("set up" if member else "not part of it")
-        result = self.attempt(key, build, ranks, teams, rule or self.rule)
+        result = self.attempt(key, build, ranks, subgroups, rule or self.rule)
         if member:  # ranks outside the case are not behind
             self.phase("waits for all ranks")
         results, lines = gather(result), list[str]()
         reason, unwritten = share(self.write(case, derive, results, lines) if results else None)
         self.watchdog.group = None  # two threads must not abort the same group
-        self.groups.give_back(ranks, teams, failed=reason is not None)
+        self.groups.release(ranks, subgroups, failed=reason is not None)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(unwritten, 1)
         return self.show(case, lines) if results else None
@@ -270,7 +270,7 @@ class Benchmark:
         key: Key,
         build: Build,
         ranks: tuple[int, ...],
-        teams: Sequence[Sequence[int]] | None,
+        subgroups: Sequence[Sequence[int]] | None,
         rule: StopRule,
     ) -> RankResult | None:
         """Build and time a case on this rank.
@@ -280,11 +280,11 @@ class Benchmark:
         """
         result, error = None, ""
         try:
-            group, is_new = self.groups.take(ranks, teams)
+            group, is_new = self.groups.acquire(ranks, subgroups)
             if group:
                 self.watchdog.group = group
                 if is_new:
-                    group.start_up_s["first_collective"] = connect(group.test, self.job)
+                    group.start_up_s["first_collective"] = connect(group.workload, self.job)
                 result = self.time(key, build(key, group), group, rule)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
@@ -294,7 +294,7 @@ class Benchmark:
         # after the except block, whose traceback referenced the model and its group
         if error:
             self.watchdog.group = group = None
-            self.groups.give_back(ranks, teams, failed=True)
+            self.groups.release(ranks, subgroups, failed=True)
         return result
 
     def time(self, key: Key, work: Workload, group: Group, rule: StopRule) -> RankResult:
@@ -573,7 +573,7 @@ def with_cause(sentence: str, others: str) -> str:
 
     others: that CPU use as text; "" if it was at most BUSY.
     """
-    if not isinstance(sentence, Disturbed):
+    if not isinstance(sentence, Implausible):
         return sentence
     others = others or "other processes used at most a tenth of the cores"
     return f'disturbed: "{sentence}" is impossible; {others}'

@@ -28,9 +28,9 @@ from common.cli import describe, end, write
 
 # Ranks outside a case wait until it ends, so a limit would be of no use. The watchdog ends hangs.
 FOREVER = timedelta(days=30)
-MOST_KEPT = 4  # sets of groups that are kept open: those of 1, 2, 4 and 8 ranks
+MAX_CACHED = 4  # sets of groups that are kept open: those of 1, 2, 4 and 8 ranks
 
-Teams = Sequence[Sequence[int]]
+Subgroups = Sequence[Sequence[int]]
 
 abort_lock = threading.Lock()  # the main thread and the watchdog abort the same groups
 
@@ -57,12 +57,12 @@ class Group:
     """The ranks of a case and their process groups."""
 
     ranks: tuple[int, ...]
-    test: dist.ProcessGroup  # under test; if the case has several teams, that of this rank's team
+    workload: dist.ProcessGroup  # under test; with subgroups, that of this rank
     control: dist.ProcessGroup  # gloo, for barriers and decisions between timed blocks
     # Groups that the workload creates, e.g. those of a DeviceMesh. They are closed with the case.
-    more: list[dist.ProcessGroup] = field(default_factory=list)
+    extra: list[dist.ProcessGroup] = field(default_factory=list)
     aborted: list[dist.ProcessGroup] = field(default_factory=list)  # those of the above
-    # Seconds of this rank to create `test` ("group") and for its first collective
+    # Seconds of this rank to create `workload` ("group") and for its first collective
     # ("first_collective"). Empty in later cases that reuse the groups.
     start_up_s: dict[str, float] = field(default_factory=dict)
 
@@ -82,18 +82,20 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank))
 
 
-def open_group(ranks: tuple[int, ...], job: Job, teams: Teams | None = None) -> Group | None:
+def open_group(
+    ranks: tuple[int, ...], job: Job, subgroups: Subgroups | None = None
+) -> Group | None:
     """Create the groups of a case; return None on ranks outside it. All ranks of the job call it.
 
-    teams: parts of the ranks, each with its own group under test.
+    subgroups: parts of the ranks, each with its own group under test.
     """
     with end_on_lost_peer():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
-    parts = [list(team) for team in teams or [ranks]]
+    parts = [list(subgroup) for subgroup in subgroups or [ranks]]
     start = time.perf_counter()
-    test: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
+    workload: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
     took = {"group": time.perf_counter() - start}
-    return Group(ranks, test, control, start_up_s=took) if job.rank in ranks else None
+    return Group(ranks, workload, control, start_up_s=took) if job.rank in ranks else None
 
 
 def rendezvous(group: Group) -> None:
@@ -133,7 +135,7 @@ def abort_group(group: Group) -> None:
     (NVIDIA/nccl#1013). Errors are ignored.
     """
     with abort_lock:
-        new = [tested for tested in (group.test, *group.more) if tested not in group.aborted]
+        new = [tested for tested in (group.workload, *group.extra) if tested not in group.aborted]
         group.aborted.extend(new)
         with ThreadPoolExecutor(len(new) or 1) as threads:
             threads.map(lambda tested: tested.abort(), new)
@@ -148,12 +150,12 @@ def destroy(group: dist.ProcessGroup) -> None:
         write(f"rank {dist.get_rank()}, closing a group: {describe(error)}")
 
 
-def close_more(group: Group) -> None:
+def close_extra(group: Group) -> None:
     """Close the groups that the workload created. Each member calls this by itself."""
     gc.collect()  # frees the remains of the workload: NCCL would wait for its CUDA graphs
-    for tested in group.more:
+    for tested in group.extra:
         destroy(tested)
-    group.more.clear()
+    group.extra.clear()
 
 
 def close_group(group: Group, failed: bool = False) -> None:
@@ -163,66 +165,70 @@ def close_group(group: Group, failed: bool = False) -> None:
     when the last reference to the group is dropped.
     """
     if not failed:
-        close_more(group)
-        destroy(group.test)
+        close_extra(group)
+        destroy(group.workload)
         destroy(group.control)
         return
     gc.collect()  # first: an abort in NCCL waits for CUDA graphs, even those in reference cycles
     abort_group(group)
     with suppress(RuntimeError):  # the CUDA context may be lost
         torch.cuda.empty_cache()
-    for tested in (*group.more, group.test):
+    for tested in (*group.extra, group.workload):
         # An abort in NCCL may raise before torch drops the group, or torch has dropped it already.
         with suppress(RuntimeError, ValueError):
             abort_process_group(tested)
     destroy(group.control)
 
 
-class Groups:
+class GroupCache:
     """The groups of the most recent cases, which are reused by cases over the same ranks, because
     connecting takes longer than a short case.
 
-    All ranks of the job call `take` and `give_back` with the same arguments, so that all keep the
+    All ranks of the job call `take` and `release` with the same arguments, so that all keep the
     same sets. A rank stores None for a set to which it does not belong.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.kept: dict[Any, Group | None] = {}  # by ranks and teams, least recently used first
+        self.cached: dict[
+            Any, Group | None
+        ] = {}  # by ranks and subgroups, least recently used first
 
-    def take(self, ranks: tuple[int, ...], teams: Teams | None) -> tuple[Group | None, bool]:
+    def take(
+        self, ranks: tuple[int, ...], subgroups: Subgroups | None
+    ) -> tuple[Group | None, bool]:
         """Return the groups of a case, and whether they are new. All ranks of the job call it."""
-        key = key_of_set(ranks, teams)
-        if key in self.kept:
-            group = self.kept[key] = self.kept.pop(key)
+        key = cache_key(ranks, subgroups)
+        if key in self.cached:
+            group = self.cached[key] = self.cached.pop(key)
             if group:
                 group.start_up_s.clear()
             return group, False
-        while len(self.kept) >= MOST_KEPT:
-            self.close(next(iter(self.kept)))
-        self.kept[key] = open_group(ranks, self.job, teams)
-        return self.kept[key], True
+        while len(self.cached) >= MAX_CACHED:
+            self.close(next(iter(self.cached)))
+        self.cached[key] = open_group(ranks, self.job, subgroups)
+        return self.cached[key], True
 
-    def give_back(self, ranks: tuple[int, ...], teams: Teams | None, failed: bool) -> None:
+    def release(self, ranks: tuple[int, ...], subgroups: Subgroups | None, failed: bool) -> None:
         """End a case. Its groups stay open if it passed on all ranks."""
-        key = key_of_set(ranks, teams)
+        key = cache_key(ranks, subgroups)
         if failed:
             self.close(key, failed)
-        elif group := self.kept[key]:
-            close_more(group)
+        elif group := self.cached[key]:
+            close_extra(group)
 
     def close(self, key: Any, failed: bool = False) -> None:
         """Close a set, unless this rank has already done so because the case failed here."""
-        if group := self.kept.pop(key, None):
+        if group := self.cached.pop(key, None):
             close_group(group, failed)
 
     def close_all(self) -> None:
-        for key in list(self.kept):
+        for key in list(self.cached):
             self.close(key)
 
 
-def key_of_set(ranks: tuple[int, ...], teams: Teams | None) -> tuple[Any, ...]:
-    return ranks, tuple(tuple(team) for team in teams or [ranks])
+def cache_key(ranks: tuple[int, ...], subgroups: Subgroups | None) -> tuple[Any, ...]:
+    return ranks, tuple(tuple(subgroup) for subgroup in subgroups or [ranks])
 
 
 def gather(value: Any) -> list[Any] | None:

@@ -122,7 +122,7 @@ class Estimate:
             words.append(f"({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})")
         return " ".join(word for word in words if word)
 
-    def times(self, most: float = math.inf) -> str:
+    def as_factor(self, most: float = math.inf) -> str:
         """A factor in words: `1.24 times (1.10 to 1.39)`.
 
         most: upper bound of the factor. If the interval exceeds it, the result is
@@ -145,7 +145,7 @@ class Estimate:
         unit = unit_of(self.value)
         return self.text(unit, 1 / UNITS[unit])
 
-    def beside(self, whole: float) -> str:
+    def part_of(self, whole: float) -> str:
         """A part of a time, with the unit and decimals of the whole: `16.2 ms (11.3 to 22.0)`.
 
         whole: in seconds, printed next to this part. If the part is not certainly above 0, the

@@ -15,12 +15,16 @@ from common.report import Case, Estimate, Report
 Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 BATCHES = 6  # consecutive batches of samples, for the interval of a median
-SIZES_APART = 4.0  # maximum ratio of two sizes between which `interpolate` interpolates
-DISAGREE = 0.9  # limit on the standard deviation of the batches' mean signs, which are -1 to 1
+MAX_SIZE_RATIO = 4.0  # maximum ratio of two sizes between which `interpolate` interpolates
+MAX_BATCH_DEVIATION = (
+    0.9  # limit on the standard deviation of the batches' mean signs, which are -1 to 1
+)
 MIN_ROUNDS = 6  # fewer give no interval of a ratio or a difference
-WIDEST = 3.0  # maximum factor between a time, rate or ratio and the ends of its interval
-MODES_APART = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
-FEWEST_OF_MODE = 5  # minimum number of samples
+MAX_FACTOR = (
+    3.0  # maximum factor between a time, rate or ratio and the ends of its interval
+)
+MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
+MIN_MODE_SAMPLES = 5  # minimum number of samples
 
 
 def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
@@ -67,8 +71,8 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
       batches of their mean sign (Schmeiser 1982, Operations Research 30:556; Woodruff 1952, JASA
       47:635).
 
-    Batches disagree, from 12 samples on, if s exceeds DISAGREE: nearly all of them are on one side
-    of the median, so that the samples predict little about later ones.
+    Batches disagree, from 12 samples on, if s exceeds MAX_BATCH_DEVIATION: nearly all of them are
+    on one side of the median, so that the samples predict little about later ones.
     """
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
@@ -77,11 +81,11 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
     if n >= 2 * BATCHES:
         means = [np.mean(batch) for batch in np.array_split(signs, BATCHES)]
         deviation = float(np.std(means, ddof=1))
-        if deviation > DISAGREE:
+        if deviation > MAX_BATCH_DEVIATION:
             return None
         if n >= 3 * BATCHES:
             spread = deviation * n / np.sqrt(BATCHES)
-            half = max(half, student(confidence, BATCHES - 1) * spread / 2)
+            half = max(half, student_t(confidence, BATCHES - 1) * spread / 2)
     return between(x, half)
 
 
@@ -100,7 +104,7 @@ def between(samples: NDArray[np.float64], half: float) -> Interval | None:
     return float(x[low - 1]), float(x[n - low])
 
 
-def student(confidence: float, freedom: int) -> float:
+def student_t(confidence: float, freedom: int) -> float:
     """Return the two-sided quantile of Student's t (Abramowitz and Stegun 26.7.5).
 
     With 5 degrees of freedom the error is 0.2 % at 95 % and 1 % at 99.5 %; with more it is smaller.
@@ -113,25 +117,25 @@ def student(confidence: float, freedom: int) -> float:
 
 def median(samples: ArrayLike) -> Estimate:
     """Return the median of times [n] in order of measurement, with its 95 % interval."""
-    return telling(median_difference(samples))
+    return telling(median_of_differences(samples))
 
 
-def median_difference(samples: ArrayLike) -> Estimate:
+def median_of_differences(samples: ArrayLike) -> Estimate:
     """Return the same for differences of times, which keep their interval however wide it is."""
     low, high = median_interval(samples) or (None, None)
     return Estimate(float(np.median(np.asarray(samples))), low, high)
 
 
 def telling(estimate: Estimate) -> Estimate:
-    """Return a time, rate or ratio; without its interval if that reaches beyond WIDEST times the
-    value or below value / WIDEST, which is uninformative."""
+    """Return a time, rate or ratio. Its interval is dropped as uninformative if an end differs from
+    the value by more than a factor of MAX_FACTOR."""
     if estimate.low is None or estimate.high is None:
         return estimate
-    says = WIDEST * estimate.low >= estimate.value and estimate.high <= WIDEST * estimate.value
-    return estimate if says else Estimate(estimate.value)
+    low, high = estimate.value / MAX_FACTOR, estimate.value * MAX_FACTOR
+    return estimate if low <= estimate.low and estimate.high <= high else Estimate(estimate.value)
 
 
-def alike(a: ArrayLike, b: ArrayLike) -> bool:
+def same_distribution(a: ArrayLike, b: ArrayLike) -> bool:
     """Whether samples [n] and [m] may come from the same distribution: the rank-sum test at 5 %
     (Mann and Whitney 1947, Annals of Mathematical Statistics 18:50)."""
     x, y = np.asarray(a, dtype=np.float64)[:, None], np.asarray(b, dtype=np.float64)
@@ -153,12 +157,12 @@ def modes(samples: ArrayLike) -> tuple[Mode, Mode] | None:
 
     The logarithms are split where the variance between the two sides is largest (Otsu 1979, IEEE
     Trans. SMC 9:62), with at least a tenth of the samples on each side. The sides are modes if
-    their medians differ by a factor of MODES_APART or more and few samples are in the middle third
-    between them. A single mode has no such valley, however wide or skewed it is.
+    their medians differ by a factor of MIN_MODE_RATIO or more and few samples are in the middle
+    third between them. A single mode has no such valley, however wide or skewed it is.
     """
     x = np.sort(np.log(np.maximum(samples, 1e-9)))
     n = len(x)
-    least = max(FEWEST_OF_MODE, -(-n // 10))
+    least = max(MIN_MODE_SAMPLES, -(-n // 10))
     if n < 2 * least:
         return None
     cuts = np.arange(least, n - least + 1)  # number of samples on the fast side
@@ -167,18 +171,18 @@ def modes(samples: ArrayLike) -> tuple[Mode, Mode] | None:
     cut = int(cuts[np.argmax(cuts * (n - cuts) * means_apart**2)])
     fast, slow = float(np.median(x[:cut])), float(np.median(x[cut:]))
     third = (slow - fast) / 3
-    if 3 * third < np.log(MODES_APART):
+    if 3 * third < np.log(MIN_MODE_RATIO):
         return None
 
     def near(center: float) -> int:
         return int(np.sum(np.abs(x - center) <= third / 2))
 
-    if min(near(fast), near(slow)) < FEWEST_OF_MODE + 3 * near((fast + slow) / 2):
+    if min(near(fast), near(slow)) < MIN_MODE_SAMPLES + 3 * near((fast + slow) / 2):
         return None
     return Mode(float(np.exp(fast)), cut / n), Mode(float(np.exp(slow)), 1 - cut / n)
 
 
-def time_of_iterations(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]:
+def iteration_times(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]:
     """Return the time of each iteration on its slowest rank, [n]. samples: seconds [ranks, n].
 
     Ranks that do not wait for each other (not aligned) have no common iterations. Then all times
@@ -191,7 +195,7 @@ def time_of_iterations(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]
     return np.asarray(x[slowest])
 
 
-def in_rounds(samples: ArrayLike, rounds: Sequence[int]) -> list[NDArray[np.float64]]:
+def by_round(samples: ArrayLike, rounds: Sequence[int]) -> list[NDArray[np.float64]]:
     """Split samples [n] by round. rounds: iterations of each round, n in total."""
     return np.split(np.asarray(samples, dtype=np.float64), np.cumsum(rounds)[:-1])
 
@@ -201,11 +205,11 @@ def block_medians(samples: ArrayLike, rounds: Sequence[int]) -> Samples | None:
     or if a median is 0. samples: [n]; rounds: iterations of each round, n in total."""
     if len(rounds) < MIN_ROUNDS:
         return None
-    medians = np.array([np.median(block) for block in in_rounds(samples, rounds)])
+    medians = np.array([np.median(block) for block in by_round(samples, rounds)])
     return medians if medians.min() > 0 else None
 
 
-def time_of_rounds(samples: ArrayLike, rounds: Sequence[int]) -> float:
+def mean_of_blocks(samples: ArrayLike, rounds: Sequence[int]) -> float:
     """Return the geometric mean over rounds of block medians; with fewer than MIN_ROUNDS rounds the
     median.
 
@@ -220,13 +224,13 @@ def time_of_rounds(samples: ArrayLike, rounds: Sequence[int]) -> float:
     return float(first * np.exp(np.log(medians / first).mean()))
 
 
-def half_of_mean(values: Samples, confidence: float = 0.95) -> float:
+def mean_half_width(values: Samples, confidence: float = 0.95) -> float:
     """Return half the width of the interval of the mean of values [n], one per round, by Student's
     t; n >= MIN_ROUNDS. Up to 8 values count as independent. For more, the autocorrelation time
     accounts for their dependence."""
     n = len(values)
     tau = autocorrelation_time(values) if n > 8 else 1.0
-    return student(confidence, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
+    return student_t(confidence, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
 
 
 class Times:
@@ -263,23 +267,23 @@ class Times:
         return median(self.slowest(name))
 
     def mean(self, name: str = "step") -> Estimate:
-        """Return `time_of_rounds` of the slowest rank, on which ratios and differences are based.
+        """Return `mean_of_blocks` of the slowest rank, on which ratios and differences are based.
 
         Its interval is that of the mean over rounds, or from 18 rounds on that of the means of six
         batches of rounds if it is wider. With fewer than 6 rounds it is the median's.
         """
-        value = time_of_rounds(self.slowest(name), self.rounds)
+        value = mean_of_blocks(self.slowest(name), self.rounds)
         medians = block_medians(self.slowest(name), self.rounds)
         if medians is None:
             return self.median(name)
         logs = np.log(medians)
-        half = half_of_mean(logs)
+        half = mean_half_width(logs)
         if len(logs) >= 3 * BATCHES:
             means = np.array([np.mean(batch) for batch in np.array_split(logs, BATCHES)])
-            half = max(half, half_of_mean(means))
+            half = max(half, mean_half_width(means))
         return telling(Estimate(value, value * float(np.exp(-half)), value * float(np.exp(half))))
 
-    def about(self, name: str) -> "Times":
+    def relative_to(self, name: str) -> "Times":
         """Return the same times with another step as "step"."""
         return Times({**self.samples_s, "step": self.samples_s[name]}, self.rounds)
 
@@ -289,14 +293,14 @@ class Times:
         There is no interval with fewer than 6 rounds.
         """
         a, b = self.slowest(part), self.slowest(step)
-        value = time_of_rounds(a, self.rounds) / time_of_rounds(b, self.rounds)
+        value = mean_of_blocks(a, self.rounds) / mean_of_blocks(b, self.rounds)
         both = block_medians(a, self.rounds), block_medians(b, self.rounds)
         if both[0] is None or both[1] is None:
             return Estimate(value)
-        reach = float(np.exp(half_of_mean(np.log(both[0] / both[1]), confidence)))
+        reach = float(np.exp(mean_half_width(np.log(both[0] / both[1]), confidence)))
         return telling(Estimate(value, value / reach, value * reach))
 
-    def beyond(self, part: str) -> Estimate:
+    def excess_over(self, part: str) -> Estimate:
         """Return the difference between the `mean` of the step and that of the part.
 
         Both are those of the slowest rank, so that a late rank cancels out. The 95 % interval is
@@ -306,11 +310,11 @@ class Times:
         a, b = self.slowest(), self.slowest(part)
         if not b.any():  # a part that does nothing, such as steps during a save that blocks
             return self.mean()
-        step, other = (time_of_rounds(x, self.rounds) for x in (a, b))
+        step, other = (mean_of_blocks(x, self.rounds) for x in (a, b))
         both = block_medians(a, self.rounds), block_medians(b, self.rounds)
         if both[0] is None or both[1] is None:
             return Estimate(step - other)
-        half = half_of_mean(step * np.log(both[0]) - other * np.log(both[1]))
+        half = mean_half_width(step * np.log(both[0]) - other * np.log(both[1]))
         return Estimate(step - other, step - other - half, step - other + half)
 
 
@@ -322,7 +326,7 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
     the two times has none. times: seconds by size in bytes, all sizes above 0.
 
     Raises ValueError if `size` is outside of the measured sizes, because times are not
-    extrapolated. Also if the two sizes differ by more than a factor of SIZES_APART: libraries
+    extrapolated. Also if the two sizes differ by more than a factor of MAX_SIZE_RATIO: libraries
     switch between protocols and algorithms, and the time is not linear over such a range.
     """
     if size in times:
@@ -335,9 +339,9 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
             raise ValueError(f"no size is measured, and {wanted} are needed")
         ends = f"{show_size(min(times))} to {show_size(max(times))}"
         raise ValueError(f"{wanted} are outside of the measured sizes, {ends}")
-    if above > SIZES_APART * below:
+    if above > MAX_SIZE_RATIO * below:
         ends = f"{show_size(below)} and {show_size(above)}"
-        limit = f"more than a factor of {SIZES_APART:g} apart"
+        limit = f"more than a factor of {MAX_SIZE_RATIO:g} apart"
         raise ValueError(f"{wanted} are between the measured sizes {ends}, which are {limit}")
     a, b = times[below], times[above]
     share = (size - below) / (above - below)
@@ -364,7 +368,7 @@ def total(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(value, math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends))
 
 
-def time_alone(
+def isolated_time(
     alone: Alone, collective: str, layout: Layout, dtype: str, size: float
 ) -> tuple[Estimate, str]:
     """Return the time of a collective of `size` bytes by itself, and the dtype with which it was
@@ -436,7 +440,7 @@ def layout_of(hosts: Iterable[Any]) -> Layout:
     return tuple(sorted(Counter(hosts).values(), reverse=True))
 
 
-class Disturbed(str):
+class Implausible(str):
     """A sentence about an impossible number. Benchmark adds the CPU use by other processes."""
 
 
@@ -473,5 +477,5 @@ def keep_samples(case: Case, samples_s: Mapping[str, Samples]) -> None:
     """
     case.bounded = sum(samples.size for samples in samples_s.values()) > LIMIT
     for step, samples in samples_s.items():
-        kept = [time_of_iterations(samples, case.aligned)] if case.bounded else samples
+        kept = [iteration_times(samples, case.aligned)] if case.bounded else samples
         case.samples_s[step] = np.asarray(kept).tolist()

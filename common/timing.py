@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from common.groups import Group, agree
-from common.stats import MIN_ROUNDS, alike, median
+from common.stats import MIN_ROUNDS, median, same_distribution
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case measures; parts have names of their own
 
 ROUNDS = 12  # number of rounds for which the time budget of a case is planned
-TURN_ROUNDS = 24  # the same if two commands run alternately
+INTERLEAVED_ROUNDS = 24  # the same if two commands run alternately
 MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
 LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
-AHEAD_S = 5e-3  # the device needs at least this long for a full queue, about 1,000 launches
+HOST_AHEAD_S = 5e-3  # the device needs at least this long for a full queue, about 1,000 launches
 LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
 
 
@@ -38,7 +38,7 @@ class Workload:
     # for compared parts.
     parts: Mapping[str, Step | None] = field(default_factory=dict)
     compared: Sequence[str] = ()  # parts whose difference from the step is shown with an interval
-    calls: int = 1  # of the step per sample: several for steps below the clock's resolution
+    calls_per_sample: int = 1  # of the step; several for steps below the clock's resolution
     facts: Callable[[], Any] = lambda: None  # called after timing; `derive` gets those of all ranks
     # Reduces the list of values that the timed calls of the step returned. The result is this
     # rank's entry of times.returned in `derive`.
@@ -74,7 +74,7 @@ class StopRule:
             min_iters=args.min_iters,
             target_ci=args.target_ci,
             max_seconds=args.max_seconds,
-            rounds=TURN_ROUNDS if turns else None,
+            rounds=INTERLEAVED_ROUNDS if turns else None,
             longest_block_s=args.timeout / 4,
             full_warmup=asked,
         )
@@ -95,16 +95,16 @@ class RankTimes:
 
 
 def time_block(
-    step: Step, iters: int, device: torch.device, calls: int = 1
+    step: Step, iters: int, device: torch.device, calls_per_sample: int = 1
 ) -> tuple[list[float], float]:
-    """Time a block of `iters` samples. Each sample consists of `calls` calls of the step.
+    """Time a block of `iters` samples. Each sample is `calls_per_sample` calls of the step.
 
     On CUDA a sample is the time between two events on the current stream. The block is synchronized
     once at its end, so that launches stay asynchronous.
 
     Returns the seconds per call of each sample, and the launch time: the host's seconds to launch
-    the block, divided by `calls` as well. The launch time is 0 on the CPU, and if the device had at
-    least AHEAD_S of work queued at the end, because then it never waited for the host.
+    the block, divided by `calls_per_sample` as well. The launch time is 0 on the CPU, and if the
+    host was ahead: at least HOST_AHEAD_S of work was queued at the end, so the device never waited.
     """
     cuda = device.type == "cuda"
 
@@ -118,17 +118,17 @@ def time_block(
     stamps = [stamp()]
     start = perf_counter()
     for _ in range(iters):
-        for _ in range(calls):
+        for _ in range(calls_per_sample):
             step()
         stamps.append(stamp())
     launched = perf_counter()
     if not cuda:
-        return [(b - a) / calls for a, b in pairwise(stamps)], 0.0
+        return [(b - a) / calls_per_sample for a, b in pairwise(stamps)], 0.0
     torch.cuda.synchronize(device)
-    never_waited = perf_counter() - launched > AHEAD_S
+    host_ahead = perf_counter() - launched > HOST_AHEAD_S
     # Events have a resolution of 0.5 us: a step that launches nothing may appear to take no time.
-    times = [max(a.elapsed_time(b), 5e-4) / 1e3 / calls for a, b in pairwise(stamps)]
-    return times, 0.0 if never_waited else (launched - start) / calls
+    times = [max(a.elapsed_time(b), 5e-4) / 1e3 / calls_per_sample for a, b in pairwise(stamps)]
+    return times, 0.0 if host_ahead else (launched - start) / calls_per_sample
 
 
 class TimedLoop:
@@ -136,8 +136,8 @@ class TimedLoop:
 
     All members of the group run it together.
 
-    progress: called before each block, never within one, with the name of the step and the number
-    of the block.
+    before_block: called before each block, never within one, with the name of the step and the
+    number of the block.
     """
 
     def __init__(
@@ -146,10 +146,10 @@ class TimedLoop:
         group: Group,
         device: torch.device,
         rule: StopRule,
-        progress: Callable[[str], None] = lambda phase: None,
+        before_block: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.workload, self.group, self.device = workload, group, device
-        self.rule, self.progress = rule, progress
+        self.rule, self.before_block = rule, before_block
         self.steps: dict[str, Step | None] = {STEP: workload.step, **workload.parts}
         if workload.returned:
             self.steps[STEP] = self.call_and_keep
@@ -171,7 +171,7 @@ class TimedLoop:
         try:
             while not times.stop:
                 self.time_round(block)
-                times.stop = self.judge(block, perf_counter() - start)
+                times.stop = self.check_stop_rule(block, perf_counter() - start)
                 if self.rule.iters:  # the last block may be shorter
                     block = max(1, min(block, self.rule.iters - len(self.slowest_s)))
         finally:
@@ -179,7 +179,7 @@ class TimedLoop:
         if self.workload.returned:
             times.returned = self.workload.returned(times.returned)
         # with gloo the host waits for the device in each step
-        waits = self.device.type != "cuda" or dist.get_backend(self.group.test) == "gloo"
+        waits = self.device.type != "cuda" or dist.get_backend(self.group.workload) == "gloo"
         if waits or not self.workload.launches:
             times.launching_s = {}
         return times
@@ -193,13 +193,13 @@ class TimedLoop:
         windows: list[list[float]] = []
         start, size = perf_counter(), 1
         while size:
-            self.progress(f"{name}, warm-up {len(windows) + 1}")
+            self.before_block(f"{name}, warm-up {len(windows) + 1}")
             dist.barrier(self.group.control)
             step, times = self.steps[name], [0.0] * size
             if step:
-                times, _ = time_block(step, size, self.device, self.workload.calls)
+                times, _ = time_block(step, size, self.device, self.workload.calls_per_sample)
             [slowest] = self.slowest_rank([times])
-            windows.append([second * self.workload.calls for second in slowest])
+            windows.append([second * self.workload.calls_per_sample for second in slowest])
             spent_s = perf_counter() - start
             size = agree(next_window(windows, spent_s, len(self.steps), self.rule), self.group)
         return fmean(windows[-1])
@@ -217,14 +217,14 @@ class TimedLoop:
         if len(self.times.rounds) % 2 == 1:
             names.reverse()
         for name in names:
-            self.progress(f"{name}, block {len(self.times.rounds) + 1}")
+            self.before_block(f"{name}, block {len(self.times.rounds) + 1}")
             dist.barrier(self.group.control)
             if step := self.steps[name]:  # otherwise this rank sleeps in the next barrier
                 self.time_a_block(name, step, block)
         self.times.rounds.append(block)
 
     def time_a_block(self, name: str, step: Step, block: int) -> None:
-        times, calls = self.times, self.workload.calls
+        times, calls = self.times, self.workload.calls_per_sample
         for _ in range(LEAD_IN * calls):
             step()
         self.returned.clear()
@@ -233,7 +233,7 @@ class TimedLoop:
         times.launching_s[name] = times.launching_s.get(name, 0.0) + launching_s
         times.returned += self.returned
 
-    def judge(self, block: int, spent_s: float) -> str:
+    def check_stop_rule(self, block: int, spent_s: float) -> str:
         """Return the rule that ends the case, or "". The group's first rank decides for all."""
         [newest] = self.slowest_rank([self.times.samples_s[STEP][-block:]])
         self.slowest_s += newest
@@ -278,7 +278,7 @@ def next_window(
     if done == 1:
         affordable = int((share_s - spent_s) / sample_s)
         return 0 if spent_s > quarter_s else max(1, min(affordable, rule.warmup_iters - 1))
-    if len(windows) > 2 and done >= rule.warmup_iters and alike(*windows[-2:]):
+    if len(windows) > 2 and done >= rule.warmup_iters and same_distribution(*windows[-2:]):
         return 0
     usual = max(rule.warmup_iters, int(share_s / 4 / sample_s))
     return max(0, min(longest, usual, int((share_s - spent_s) / sample_s)))

@@ -33,10 +33,10 @@ from common.cli import HANG, end, tell_torchrun, write
 from common.groups import Group, Job, abort_group, end_on_lost_peer
 from common.report import Report
 
-LISTEN_S = 1.0  # interval between checks whether the store answers
-CUT_OFF_S = 10.0  # a store that is silent for --timeout, two polls and this long is lost
+STORE_CHECK_S = 1.0  # interval between checks whether the store answers
+STORE_LOST_S = 10.0  # a store that is silent for --timeout, two polls and this long is lost
 GRACE_S = 2.0  # a roll call waits for answers this long, in addition to a poll interval
-TOGETHER_S = 0.01  # signals that arrive within this time count as simultaneous
+SIMULTANEOUS_S = 0.01  # signals that arrive within this time count as simultaneous
 POLLS_PER_S = 500  # limit on polls of the store by all ranks together
 MOST_STACKS = 64  # in a larger job only some ranks print their stacks
 MOST_NAMED = 16  # ranks in the same state that get a line each
@@ -56,7 +56,7 @@ class Watchdog:
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
         # for the polling thread, which must not block while the main thread waits for a key
         self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
-        self.over = threading.Event()
+        self.stopped = threading.Event()
         self.answers = 0  # of the store, counted by both threads
         self.poll_s = max(0.5, job.world_size / POLLS_PER_S)
         self.case = 0  # the number of the case
@@ -69,7 +69,7 @@ class Watchdog:
         self.phase("set up")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
-        threading.Thread(target=self._listen, name="listener", daemon=True).start()
+        threading.Thread(target=self._check_store, name="listener", daemon=True).start()
         self._end_on_signals()
 
     def begin(self, label: str, member: bool = True) -> None:
@@ -96,7 +96,7 @@ class Watchdog:
         with end_on_lost_peer():
             self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
-        end_later(self.timeout_s)
+        restart_exit_timer(self.timeout_s)
         self.answers += 1
 
     def fail(self, reason: str) -> None:
@@ -117,14 +117,14 @@ class Watchdog:
             return reason, rank
 
     def stop(self) -> None:
-        self.over.set()
+        self.stopped.set()
         self.thread.join(5)
         faulthandler.cancel_dump_traceback_later()  # last, because the thread restarts the timer
 
     def _watch(self) -> None:
         """Poll the store for hangs and failed cases."""
         seen, since = -1, time.monotonic()
-        while not self.over.wait(self.poll_s):
+        while not self.stopped.wait(self.poll_s):
             try:
                 changes = self.watched.add("changes", 0)
                 self.answers += 1
@@ -133,7 +133,7 @@ class Watchdog:
                     seen, since = changes, time.monotonic()
                     # A rank that only waits has no phases of its own. Its timer must not end it
                     # while the job makes progress.
-                    end_later(self.timeout_s)
+                    restart_exit_timer(self.timeout_s)
                     if self.watched.check(["hang"]):
                         self._roll_call()
                 elif time.monotonic() - since > self.timeout_s:
@@ -141,18 +141,18 @@ class Watchdog:
                     self.watched.add("changes", 1)
                 self._abort_failed(changed)
             except RuntimeError:  # the store is gone: its host has died, or the run has ended
-                if not self.over.wait(10):
+                if not self.stopped.wait(10):
                     end(1, f"{self.where}: the rendezvous store is gone")
 
-    def _listen(self) -> None:
+    def _check_store(self) -> None:
         """End this process if the store stops answering. It is then cut off from the other ranks,
         and no roll call reaches it. A host that is merely slow does answer."""
         silent_s, before = 0.0, self.answers
         # counted in waits rather than by the clock, because this process may have been stopped
-        while not self.over.wait(LISTEN_S):
-            silent_s = silent_s + LISTEN_S if self.answers == before else 0.0
+        while not self.stopped.wait(STORE_CHECK_S):
+            silent_s = silent_s + STORE_CHECK_S if self.answers == before else 0.0
             before = self.answers
-            if silent_s >= self.timeout_s + 2 * self.poll_s + CUT_OFF_S:
+            if silent_s >= self.timeout_s + 2 * self.poll_s + STORE_LOST_S:
                 faulthandler.dump_traceback(all_threads=True)
                 reason = f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous "
                 reason += f"store has not answered for {silent_s:g} s; {self.where}"
@@ -191,10 +191,10 @@ class Watchdog:
         if self.job.rank in with_stack:
             last = f"last collective {text}, number {number} of group {group}"
             write(f"{self.where}; {last}\n{stack}")
-        self._end_silent(silent, reason)
+        self._kill_silent(silent, reason)
         end(HANG, reason, say=False)
 
-    def _end_silent(self, silent: list[State], reason: str) -> None:
+    def _kill_silent(self, silent: list[State], reason: str) -> None:
         """End the silent ranks that this rank's launcher started on this host.
 
         Their PIDs and paths come from the store, which any process with access to it can change.
@@ -243,7 +243,7 @@ class Watchdog:
             came: set[int] = set()
             while not came:
                 select.select([read], [], [])
-                time.sleep(TOGETHER_S)
+                time.sleep(SIMULTANEOUS_S)
                 came = set(os.read(read, 4096)) & set(ends)
             number = min(came)
             count, path = len(self.report.cases), self.report.path
@@ -255,7 +255,7 @@ class Watchdog:
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def end_later(timeout_s: float) -> None:
+def restart_exit_timer(timeout_s: float) -> None:
     """Restart the timer of last resort, which prints all stacks and ends this process.
 
     It expires some time after a hang would have been reported. The timer is in C and needs neither

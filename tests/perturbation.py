@@ -44,7 +44,7 @@ from benchmarks import batch_update_ps, compile_sweep, ddp_rpc, ddp_sweep, param
 from benchmarks.workloads.phases import interval_of_rounds
 from benchmarks.workloads.roles import split_roles
 from common import cli
-from common.groups import Group, Groups, Job
+from common.groups import Group, GroupCache, Job
 from common.join import join
 from common.report import Estimate
 from common.rpc import Roles
@@ -59,16 +59,16 @@ STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": median, "mean
 def all_reduce(size: int, job: Job, group: Group) -> Step:
     """size: bytes."""
     tensor = torch.ones(size // 4, device=job.device)
-    return lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group.test)
+    return lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group.workload)
 
 
 def send_and_receive(size: int, job: Job, group: Group) -> Step:
     """Send to the next rank and receive from the previous one. size: bytes."""
-    ranks = dist.get_world_size(group.test)
+    ranks = dist.get_world_size(group.workload)
     sent, received = torch.ones(2, size, dtype=torch.uint8, device=job.device)
     operations = [
-        dist.P2POp(dist.isend, sent, group=group.test, group_peer=(job.rank + 1) % ranks),
-        dist.P2POp(dist.irecv, received, group=group.test, group_peer=(job.rank - 1) % ranks),
+        dist.P2POp(dist.isend, sent, group=group.workload, group_peer=(job.rank + 1) % ranks),
+        dist.P2POp(dist.irecv, received, group=group.workload, group_peer=(job.rank - 1) % ranks),
     ]
 
     def step() -> None:
@@ -114,7 +114,9 @@ def train(layers: int, job: Job, group: Group) -> Step:
 
 
 def train_step(model: nn.Module, inputs: torch.Tensor, job: Job, group: Group) -> Step:
-    replica = nn.parallel.DistributedDataParallel(model.to(job.device), process_group=group.test)
+    replica = nn.parallel.DistributedDataParallel(
+        model.to(job.device), process_group=group.workload
+    )
     optimizer = torch.optim.SGD(replica.parameters(), lr=1e-3)
     batch = inputs.to(job.device)
 
@@ -156,7 +158,7 @@ def pair_of_ddp_sweep(job: Job, group: Group, roles: Roles) -> Pair:
     (cases,) = ddp_sweep.plan(args, job, [len(group.ranks)], {}).values()
     bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
     key = key_of(cases, job, group)
-    plain = partial(plain_loops.ddp_sweep, group.test, job.rank, "mobilenet_v3_small", 8, 64)
+    plain = partial(plain_loops.ddp_sweep, group.workload, job.rank, "mobilenet_v3_small", 8, 64)
     return lambda: ddp_sweep.build(bench, key, group).step, plain
 
 
@@ -168,7 +170,7 @@ def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
     bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
     key = key_of(cases, job, group) | {"ranks": len(group.ranks)}
     widths = [10, *[1000] * 3, *[100] * 8]
-    plain = partial(plain_loops.compile_sweep, group.test, job.rank, widths, 20)
+    plain = partial(plain_loops.compile_sweep, group.workload, job.rank, widths, 20)
 
     def script() -> Step:
         step = compile_sweep.build(bench, {"eager": 0.0}, key, group).parts["forward+backward"]
@@ -183,7 +185,7 @@ def pair_of_ddp_rpc(job: Job, group: Group, roles: Roles) -> Pair:
     args = ddp_rpc.parse_args(flags.split())
     key = key_of(ddp_rpc.plan(args, roles, {}), job, group)
     epoch = ddp_rpc.epoch_of(key, job.rank)
-    plain = partial(plain_loops.ddp_rpc, group.test, job.rank, key["number_embeddings"], epoch)
+    plain = partial(plain_loops.ddp_rpc, group.workload, job.rank, key["number_embeddings"], epoch)
     return lambda: ddp_rpc.build(job, key, group, devices=["cpu"]).step, plain
 
 
@@ -195,7 +197,7 @@ def pair_of_parameter_server(job: Job, group: Group, roles: Roles) -> Pair:
     names = ("num_embeddings", "embedding_dim", "dense_layers", "dense_size")
     batches = parameter_server.batches_of(key, job.rank, job.device)
     sizes: Any = {"sizes": [key[name] for name in names], "bucket_mb": key["bucket_size"]}
-    plain = partial(plain_loops.parameter_server, group.test, batches, **sizes)
+    plain = partial(plain_loops.parameter_server, group.workload, batches, **sizes)
     devices = ["cpu"] * roles.servers.stop
     build = partial(parameter_server.build, roles=roles, devices=devices, timeout_s=60)
     return lambda: build(job, key, group).step, plain
@@ -205,7 +207,7 @@ def pair_of_batch_update_ps(job: Job, group: Group, roles: Roles) -> Pair:
     args = batch_update_ps.parse_args(["--device", "cpu", "--payload", "module"])
     key = key_of(batch_update_ps.plan(args, roles), job, group)
     batches = batch_update_ps.batches_of(key, job.rank)
-    plain = partial(plain_loops.batch_update_ps, group.test, job.rank, batches)
+    plain = partial(plain_loops.batch_update_ps, group.workload, job.rank, batches)
     build = partial(batch_update_ps.build, server_device="cpu", timeout_s=60)
     return lambda: build(job, key, group).step, plain
 
@@ -332,8 +334,8 @@ def main() -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     job = join(args.device, None, 300)
-    groups = Groups(job)
-    group, _ = groups.take(tuple(range(job.world_size)), None)
+    groups = GroupCache(job)
+    group, _ = groups.acquire(tuple(range(job.world_size)), None)
     assert group is not None
     sources = [name for name in SOURCES if {name, "sources"} & {*args.kinds}]
     args.kinds = [kind for kind in args.kinds if kind in (*KINDS, FIRST)]
@@ -362,7 +364,7 @@ def main() -> None:
             rows.append([f"{kind} {cli.show_size(size)}", *compare(step, args, job, group)])
     if roles:
         logging.captureWarnings(True)  # functional optimizers of torch emit warnings
-        trainers, _ = groups.take(tuple(roles.trainers), None)
+        trainers, _ = groups.acquire(tuple(roles.trainers), None)
         of_case = replace(job, world_size=len(roles.trainers), local_world_size=len(roles.trainers))
         for source in sources if trainers else []:
             assert trainers is not None

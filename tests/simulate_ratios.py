@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.report import Estimate
-from common.stats import Times, student
+from common.stats import Times, student_t
 
 RATIO, NOISE = 0.8, 0.05
 Rng = np.random.Generator
@@ -71,7 +71,7 @@ def by_medians(part: Samples, step: Samples, rng: Rng) -> Estimate:
     drawn = rng.integers(0, rounds, size=(300, rounds))
     medians = [np.median(x[drawn].reshape(300, -1), axis=1) for x in (part, step)]
     spread = np.std(np.log(medians[0] / medians[1]), ddof=1) * np.sqrt(rounds / (rounds - 1))
-    value, reach = np.median(part) / np.median(step), np.exp(student(0.95, rounds - 1) * spread)
+    value, reach = np.median(part) / np.median(step), np.exp(student_t(0.95, rounds - 1) * spread)
     return Estimate(float(value), float(value / reach), float(value * reach))
 
 

@@ -16,7 +16,7 @@ from benchmarks.workloads.outliers import MARGIN, Costs, Findings, find_slow
 from common.benchmark import Build, Derive, Key
 from common.groups import Group, Job
 from common.report import Case
-from common.stats import Times, in_rounds, median
+from common.stats import Times, by_round, median
 from common.timing import Step, Workload
 
 # Minimum duration of a sample of consecutive messages. A token bucket, such as that of tbf or of a
@@ -131,7 +131,7 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
     patterns.fill(big, patterns.tile(job.rank))
     small, word = torch.zeros(2, messages.latency_size, dtype=torch.uint8, device=job.device)
     number = group.ranks.index(peer)
-    with_peer = partial(dist.P2POp, group=group.test, group_peer=number)
+    with_peer = partial(dist.P2POp, group=group.workload, group_peer=number)
     send, receive = with_peer(dist.isend, big), with_peer(dist.irecv, received)
     ping, pong = with_peer(dist.isend, small), with_peer(dist.irecv, word)
     cuda = job.device.type == "cuda"
@@ -257,7 +257,7 @@ def link_of(
         fastest_s = float(slower_rank["latency"].min())
         latency_us = max(latency_us, fastest_s / messages.ping_pongs / 2 * 1e6)
         for name in rates:
-            blocks_s = [float(block.mean()) for block in in_rounds(slower_rank[name], case.rounds)]
+            blocks_s = [float(block.mean()) for block in by_round(slower_rank[name], case.rounds)]
             ways = 2 if name == "step" else 1
             rates[name] += ways * n * messages.size / max(blocks_s) / 1e9
             drifts.append(drift_of(blocks_s, max))

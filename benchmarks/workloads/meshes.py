@@ -176,7 +176,7 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
             backend_override=backends,
         )
         process_groups = device_mesh.get_all_groups()
-        group.more.extend(process_groups)  # first of all, so that a rank that fails closes them
+        group.extra.extend(process_groups)  # first of all, so that a rank that fails closes them
         for process_group in process_groups:
             rendezvous(group)  # NCCL creates the communicator in the first collective
             connect(process_group, job)

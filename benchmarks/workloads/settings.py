@@ -51,10 +51,10 @@ def fastest(name: str, leads: Mapping[str, Estimate]) -> str:
     """
     alike = {other: lead for other, lead in leads.items() if lead.may_be(1)}
     if alike:
-        several = cut([f"{other}: {lead.times()}" for other, lead in alike.items()], 3)
+        several = cut([f"{other}: {lead.as_factor()}" for other, lead in alike.items()], 3)
         return f"no setting is the fastest, {name} does not differ significantly from {several}"
     following = min(leads, key=lambda other: leads[other].value)
-    words = f"{leads[following].times()} as fast as {following}, the next"
+    words = f"{leads[following].as_factor()} as fast as {following}, the next"
     return f"{name} is the fastest of {len(leads) + 1} settings, {words}"
 
 
@@ -88,9 +88,9 @@ def compare_rows(rows: Sequence[Case], name_of: Callable[[Case], str]) -> list[s
         speed = row.metrics["speed"]
         if speed.may_be(1):
             difference = f"{name} and {first} do not differ significantly"
-            sentences.append(f"{difference}: {speed.times()} as fast")
+            sentences.append(f"{difference}: {speed.as_factor()} as fast")
         else:
-            sentences.append(f"{name} is {speed.times()} as fast as {first}")
+            sentences.append(f"{name} is {speed.as_factor()} as fast as {first}")
     leads = {name_of(row): row.metrics.get("lead_of_fastest") for row in rows}
     if len(leads) > 2:
         [best] = [name for name, lead in leads.items() if lead is None]

@@ -10,7 +10,7 @@ from common.stats import (
     autocorrelation_time,
     between,
     half_by_signs,
-    median_difference,
+    median_of_differences,
     percentiles,
 )
 
@@ -70,11 +70,11 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     that is the communication by itself, if it was timed.
     """
     by_rank = times.each(local)
-    exposed = times.beyond(local)
+    exposed = times.excess_over(local)
     metrics: dict[str, Any] = {
         "local_compute_s": times.mean(local),
         "exposed_s": exposed,
-        "late_s": median_difference(times.slowest(local) - np.median(by_rank, axis=0)),
+        "late_s": median_of_differences(times.slowest(local) - np.median(by_rank, axis=0)),
     }
     if alone is not None:
         metrics["communication_s"] = times.mean(alone)

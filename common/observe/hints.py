@@ -11,7 +11,7 @@ from common.cli import TURN, cut
 from common.cpu_load import Others
 from common.environment import count_of, node_of_each, others_text
 from common.report import Case, Estimate, show_seconds
-from common.stats import autocorrelation_time, modes, time_of_iterations
+from common.stats import autocorrelation_time, iteration_times, modes
 from common.timing import MIN_SAMPLES
 
 WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
@@ -98,7 +98,7 @@ def slowest_s(case: Case) -> list[float]:
     """Return the time of the step in each iteration."""
     if not case.samples_s.get("step"):
         return []
-    return [float(x) for x in time_of_iterations(case.samples_s["step"], case.aligned)]
+    return [float(x) for x in iteration_times(case.samples_s["step"], case.aligned)]
 
 
 def timed_s(case: Case) -> float:

@@ -15,7 +15,7 @@ import pytest
 from common import benchmark
 from common.benchmark import Benchmark
 from common.report import Case, Report
-from common.stats import Disturbed
+from common.stats import Implausible
 from common.timing import StopRule
 
 
@@ -36,13 +36,13 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
         models.append(weakref.ref(model))
         raise RuntimeError("out of memory")
 
-    def give_back(ranks: Any, teams: Any, failed: bool) -> None:
+    def release(ranks: Any, subgroups: Any, failed: bool) -> None:
         assert failed
         assert watchdog.group is None  # two threads must not abort one group
         alive.append(models[0]() is not None)
 
     watchdog = Mock(group=None)
-    groups = Mock(take=lambda ranks, teams: (object(), False), give_back=give_back)
+    groups = Mock(acquire=lambda ranks, subgroups: (object(), False), release=release)
     bench: Any = Mock(watchdog=watchdog, groups=groups, job=Mock(rank=3))
     monkeypatch.setattr(benchmark, "gpu_is_lost", lambda device: False)
     gc.disable()
@@ -57,7 +57,7 @@ def test_an_impossible_result_is_disturbed() -> None:
     sure = "DDP on 2 ranks trains 3.00 times (2.80 to 3.10) as fast as one rank alone"
     others = "other processes used 0.9 of 2 cores of vm"
     assert benchmark.with_cause(sure, others) == sure
-    shown = benchmark.with_cause(Disturbed(sure), others)
+    shown = benchmark.with_cause(Implausible(sure), others)
     assert shown == f'disturbed: "{sure}" is impossible; {others}'
 
 
@@ -111,7 +111,7 @@ def test_earlier_rows_are_marked_and_have_separate_sentences(resumed: Any) -> No
 
     def answer(cases: list[Case]) -> str:
         sure = f"{cases[0].name} is the fastest of {len(cases)}"
-        return Disturbed(sure) if cases[0].name == "a" else sure
+        return Implausible(sure) if cases[0].name == "a" else sure
 
     with Benchmark.begin_table(resumed, "Title", COLUMNS, answer) as table:
         for case in resumed.report.cases:

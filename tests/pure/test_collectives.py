@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import collectives
 from common.report import Case, Estimate
-from common.stats import Disturbed, Times
+from common.stats import Implausible, Times
 
 KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4, "cudagraph": 0}
 KEY |= {"count": 16_000_000, "dtype": "float32", "redop": "sum", "root": -1, "caches": "cold"}
@@ -120,7 +120,9 @@ def test_answer() -> None:
         "half of the peak from 2M bytes on; 8 bytes take 31.0 us (30.7 to 31.3)"
     )
     assert " at 2M bytes, the largest size; " in collectives.answer(None, cases[:4])
-    assert isinstance(collectives.answer(0.79, cases), Disturbed)  # 0.792 to 0.808 is over --limit
+    assert isinstance(
+        collectives.answer(0.79, cases), Implausible
+    )  # 0.792 to 0.808 is over --limit
     wide = [*cases[:4], measured(2**22, 99, 0.7, width=0.2)]
     assert " at 2M bytes (no significant difference from 4M); " in collectives.answer(None, wide)
     alone = collectives.answer(None, [measured(8, 3, 0.0)])

@@ -15,7 +15,7 @@ import torch
 from benchmarks import ddp_sweep
 from benchmarks.workloads.settings import compare_settings, fastest, simultaneous
 from common.report import Case, Estimate
-from common.stats import Disturbed, Times
+from common.stats import Implausible, Times
 from common.table import fitted
 
 LABELS = ["25MB none", "25MB bf16", "1MB none"]
@@ -133,9 +133,9 @@ def test_settings_that_do_not_differ_significantly() -> None:
 
 
 def test_a_significant_ratio_is_not_rounded_to_1() -> None:
-    assert Estimate(1.004, 1.002, 1.006).times() == "1.004 times (1.002 to 1.006)"
-    assert Estimate(0.9993, 0.9987, 0.9999).times() == "0.9993 times (0.9987 to 0.9999)"
-    assert Estimate(1.004, 0.998, 1.006).times() == "1.00 times (1.00 to 1.01)"
+    assert Estimate(1.004, 1.002, 1.006).as_factor() == "1.004 times (1.002 to 1.006)"
+    assert Estimate(0.9993, 0.9987, 0.9999).as_factor() == "0.9993 times (0.9987 to 0.9999)"
+    assert Estimate(1.004, 0.998, 1.006).as_factor() == "1.00 times (1.00 to 1.01)"
 
 
 def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | None:
@@ -237,7 +237,7 @@ def test_exposed_communication_may_be_nothing_measurable() -> None:
     ):
         [sentence] = ddp_sweep.answer([row(exposed)])
         assert sentence == f"{begin}; DDP adds {words} to a step, which takes 1.20 s"
-        assert not isinstance(sentence, Disturbed)
+        assert not isinstance(sentence, Implausible)
 
 
 def test_a_line_explains_why_there_is_no_overlap() -> None:

@@ -23,7 +23,7 @@ def test_without_an_interval_nothing_is_certain() -> None:
     assert number.relative is None
     assert number.may_be(100)
     assert not number.above(1)
-    assert number.times(most=1) == "2.00 times (no interval)"
+    assert number.as_factor(most=1) == "2.00 times (no interval)"
 
 
 def test_values_within_the_interval() -> None:
@@ -41,12 +41,12 @@ def test_values_within_the_interval() -> None:
         (str(Estimate(0.0761, 0.07, 0.0805)), "76.1 ms (70.0 to 80.5)"),
         (str(Estimate(2.5e-6, 2e-6, 3e-6)), "2.50 us (2.00 to 3.00)"),
         (Estimate(1.24, 1.1, 1.39).text("GB/s"), "1.24 GB/s (1.10 to 1.39)"),
-        (Estimate(0.002, 0.001, 0.0034).beside(0.0761), "2.0 ms (1.0 to 3.4)"),
-        (Estimate(0.002, -0.001, 0.0034).beside(0.0761), "nothing measurable (-1.0 to 3.4 ms)"),
-        (Estimate(0.002).beside(0.0761), "2.0 ms (no interval)"),
+        (Estimate(0.002, 0.001, 0.0034).part_of(0.0761), "2.0 ms (1.0 to 3.4)"),
+        (Estimate(0.002, -0.001, 0.0034).part_of(0.0761), "nothing measurable (-1.0 to 3.4 ms)"),
+        (Estimate(0.002).part_of(0.0761), "2.0 ms (no interval)"),
         # two ranks are at most 2 times as fast as one
-        (Estimate(1.9, 1.7, 2.2).times(most=2), "up to 2 times (1.70 at least)"),
-        (Estimate(1.9, 1.7, 2.0).times(most=2), "1.90 times (1.70 to 2.00)"),
+        (Estimate(1.9, 1.7, 2.2).as_factor(most=2), "up to 2 times (1.70 at least)"),
+        (Estimate(1.9, 1.7, 2.0).as_factor(most=2), "1.90 times (1.70 to 2.00)"),
     ],
 )
 def test_wording(words: str, expected: str) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common import groups as ours
-from common.groups import Group, Groups, Job
+from common.groups import Group, GroupCache, Job
 from common.watchdog import Watchdog
 
 
@@ -52,13 +52,13 @@ def test_the_groups_of_the_last_four_sets_are_kept(
     nothing: Any = None
     monkeypatch.setattr(ours, "open_group", lambda ranks, *_: Group(ranks, nothing, nothing))
     monkeypatch.setattr(ours, "close_group", closed := Mock())
-    groups = Groups(job)
+    groups = GroupCache(job)
     for size in (1, 2, 3, 4, 1, 5):
-        groups.take(tuple(range(size)), None)
-    groups.give_back((0,), None, failed=False)
-    assert not groups.take((0,), [[0]])[1]  # kept: one team of all ranks is the same set
-    groups.give_back((0,), None, failed=True)
-    assert groups.take((0,), None)[1]
+        groups.acquire(tuple(range(size)), None)
+    groups.release((0,), None, failed=False)
+    assert not groups.acquire((0,), [[0]])[1]  # kept: one subgroup of all ranks is the same set
+    groups.release((0,), None, failed=True)
+    assert groups.acquire((0,), None)[1]
     # the least recently used set, and that of a failed case
     assert [call.args[0].ranks for call in closed.call_args_list] == [(0, 1), (0,)]
 
@@ -99,7 +99,7 @@ def test_groups_that_a_failed_case_creates_later_are_aborted() -> None:
     Watchdog._abort_failed(watchdog, changed=False)
     assert first.abort.call_count == 0
     Watchdog._abort_failed(watchdog, changed=True)
-    watchdog.group.more.append(later)
+    watchdog.group.extra.append(later)
     for _ in range(2):
         Watchdog._abort_failed(watchdog, changed=False)
     assert (first.abort.call_count, later.abort.call_count) == (1, 1)
@@ -178,8 +178,8 @@ def test_the_time_limit_of_a_group_is_longer_than_that_of_the_watchdog(job: Job)
     timed = replace(job, timeout=timedelta(seconds=40))
     group = ours.open_group((0,), timed)
     assert group
-    ours.connect(group.test, timed)
+    ours.connect(group.workload, timed)
     cpu = torch.device("cpu")
-    limits = [g._get_backend(cpu).options._timeout for g in (group.test, group.control)]
+    limits = [g._get_backend(cpu).options._timeout for g in (group.workload, group.control)]
     assert limits == [timedelta(seconds=40), ours.FOREVER]
     ours.close_group(group)

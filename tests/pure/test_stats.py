@@ -41,7 +41,7 @@ def test_different_levels_of_batches_widen_the_interval() -> None:
     0.894. With t = 2.57 the half-width is 2.57 * 0.894 * 24 / sqrt(6) / 2 = 11.27, so the interval
     begins at the first value (12 - 11.27). For alternating samples it begins at the 7th,
     12 - 1.96 * sqrt(24) / 2."""
-    assert stats.student(0.95, 5) == pytest.approx(2.571, rel=0.002)
+    assert stats.student_t(0.95, 5) == pytest.approx(2.571, rel=0.002)
     up, down, both = [13.0, 14, 15, 16], [1.0, 2, 3, 4], [0.0, 17, -1, 18]
     samples = [*up, *down, *up, *down, *both, *both]
     assert stats.median_interval(samples) == (-1, 18)
@@ -70,7 +70,7 @@ def test_times_ratios_and_differences_over_rounds_by_hand() -> None:
         ends = [estimate.value * np.exp(-HALF), estimate.value * np.exp(HALF)]
         assert [estimate.low, estimate.high] == pytest.approx(ends, rel=1e-3)
     # the part is constant: to first order the difference scatters by 2 times the logarithms
-    difference = times.beyond("part")
+    difference = times.excess_over("part")
     ends = [1, 1 - 2 * HALF, 1 + 2 * HALF]
     assert [difference.value, difference.low, difference.high] == pytest.approx(ends, rel=1e-3)
 
@@ -84,7 +84,7 @@ def test_ratios_are_quotients_of_the_printed_times() -> None:
         times = of_two(step, part, rounds)
         quotient = times.mean("part").value / times.mean().value
         assert times.ratio("part").value == pytest.approx(quotient)
-        assert times.beyond("part").value == pytest.approx(
+        assert times.excess_over("part").value == pytest.approx(
             times.mean().value - times.mean("part").value
         )
         assert (times.ratio("part").low is None) >= (len(rounds) < 6)
@@ -104,7 +104,7 @@ def test_a_block_counts_by_its_median_and_a_drift_cancels() -> None:
 def test_a_part_of_zero_seconds() -> None:
     """Such as while a checkpoint blocks."""
     times = of_two(swinging(2.0), [0.0] * 6, [1] * 6)
-    assert times.beyond("part") == times.mean()
+    assert times.excess_over("part") == times.mean()
     assert times.mean("part") == Estimate(0, 0, 0)
 
 
@@ -114,7 +114,7 @@ def test_an_interval_beyond_a_factor_of_3_is_omitted() -> None:
         told = stats.telling(Estimate(6, low, high))
         assert told == (Estimate(6, low, high) if says else Estimate(6))
     wide = [1.0, 300.0, 100.0] * 4
-    assert stats.median_difference(wide) == Estimate(100, 1, 300)
+    assert stats.median_of_differences(wide) == Estimate(100, 1, 300)
     assert stats.median(wide) == Estimate(100)
 
 
@@ -130,9 +130,11 @@ def test_two_modes_and_their_shares() -> None:
 
 
 def test_windows_agree_if_neither_is_significantly_lower() -> None:
-    assert not stats.alike([1, 2, 3, 4], [5, 6, 7, 8])
-    assert not stats.alike([4, 6, 7, 8], [1, 2, 3, 5])  # 15 of 16 pairs; 14.8 is the limit
-    assert stats.alike([1, 2, 5, 6], [3, 4, 7, 8])
+    assert not stats.same_distribution([1, 2, 3, 4], [5, 6, 7, 8])
+    assert not stats.same_distribution(
+        [4, 6, 7, 8], [1, 2, 3, 5]
+    )  # 15 of 16 pairs; 14.8 is the limit
+    assert stats.same_distribution([1, 2, 5, 6], [3, 4, 7, 8])
 
 
 def test_interpolation_between_measured_sizes() -> None:

@@ -129,7 +129,7 @@ def test_a_block(
     monkeypatch.setattr(timing, "perf_counter", lambda: next(readings))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert timing.time_block(step, 2, device, calls=4) == expected
+    assert timing.time_block(step, 2, device, calls_per_sample=4) == expected
 
 
 def test_launch_share_is_that_of_the_highest_rank() -> None:
@@ -180,7 +180,7 @@ def test_windows_and_blocks_are_counted_in_samples(
     block = Mock(side_effect=lambda step, iters, *_: ([0.01] * iters, 0.01 * iters))
     monkeypatch.setattr(timing, "time_block", block)
     rule = replace(FULL, rounds=1, max_seconds=3.05)
-    work = Workload(lambda: None, calls=10, launches=True)
+    work = Workload(lambda: None, calls_per_sample=10, launches=True)
     times = TimedLoop(work, group, CUDA, rule).run()
     assert times.launching_s == {}
     assert [call.args[1] for call in block.call_args_list] == [1, 6, 29]
@@ -198,7 +198,7 @@ def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch)
     work = Workload(lambda: None, {"part": lambda: None, "other": None}, compared=["part"])
     loop = TimedLoop(work, group, CPU, RULE)
     loop.times = RankTimes({"step": [9.0, 2.0, 3.0], "part": [9.0, 0.5, 2.0]}, [1, 2])
-    assert loop.judge(2, 0.0) == ""
+    assert loop.check_stop_rule(2, 0.0) == ""
     assert loop.slowest_s == [4.0, 3.0]
 
 

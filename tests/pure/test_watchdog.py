@@ -72,7 +72,7 @@ def test_progress_of_other_ranks_restarts_the_timer(monkeypatch: pytest.MonkeyPa
     """In four polls of the store the counter changes twice, so the timer is started twice."""
     monkeypatch.setattr(watchdog, "faulthandler", timer := Mock())
     waiting: Any = Mock(timeout_s=100.0, answers=0)
-    waiting.over.wait.side_effect = [False, False, False, False, True]
+    waiting.stopped.wait.side_effect = [False, False, False, False, True]
     waiting.watched.add.side_effect = [7, 7, 8, 8]
     waiting.watched.check.return_value = False
     Watchdog._watch(waiting)
@@ -145,11 +145,11 @@ def test_a_forged_state_kills_nothing_and_writes_nothing(
     states += [{"host": "elsewhere", "pid": 12, "error_file": str(of_rank_1)}]
     rank: Any = Mock(launcher=10)
     rank._is_sibling = partial(Watchdog._is_sibling, rank)
-    Watchdog._end_silent(rank, states, "HANG")
+    Watchdog._kill_silent(rank, states, "HANG")
     assert kill.call_args_list == [call(11)]
     assert not of_rank_1.exists()
     assert not foreign.exists()
-    Watchdog._end_silent(rank, [host | {"pid": 12, "error_file": str(of_rank_1)}], "HANG: it")
+    Watchdog._kill_silent(rank, [host | {"pid": 12, "error_file": str(of_rank_1)}], "HANG: it")
     assert "HANG: it" in of_rank_1.read_text()
 
 
@@ -240,9 +240,9 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
             rank.answers += 1
         return False
 
-    rank.over.wait = wait
+    rank.stopped.wait = wait
     with pytest.raises(SystemExit):
-        Watchdog._listen(rank)
+        Watchdog._check_store(rank)
     assert len(looks) == 40 + 41
     ((status, reason), more) = ended[0]
     assert (status, more) == (3, {"say": True})
@@ -250,6 +250,6 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
         f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store has not "
         "answered for 41 s; rank 2 on b, case 'x', step"
     )
-    rank.over.wait = lambda seconds: True  # the run is over
-    Watchdog._listen(rank)
+    rank.stopped.wait = lambda seconds: True  # the run is over
+    Watchdog._check_store(rank)
     assert len(ended) == 1
