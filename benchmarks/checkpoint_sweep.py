@@ -665,8 +665,7 @@ def answer(cases: list[Case]) -> str:
     shares = [f"{first} of training time", *others]
     words = [f"{share} with {mode}" for share, mode in zip(shares, ordered, strict=True)]
     sentence = f"{place}: a checkpoint every {every} costs {', '.join(words)}"
-    advice = "; these were timed one after the other; use analysis/ab.py to compare them in turns"
-    return sentence + (advice if others else "")
+    return sentence + (f"; {SEQUENTIAL}" if others else "")
 
 
 # -- the cases -------------------------------------------------------------------------------------

@@ -322,8 +322,7 @@ def answer(cases: list[Case]) -> list[str]:
     steps = [f"{case.metrics['step_s']} under {case.name}" for case in ordered]
     sentences = [f"a step takes {', '.join(steps)}"]
     if len(steps) > 1:
-        how = "these were timed one after the other"
-        sentences[0] += f"; {how}; use analysis/ab.py --interleave to compare them"
+        sentences[0] += f"; {SEQUENTIAL}"
     first, metrics = ordered[0].name, ordered[0].metrics
     if "compute_s" in metrics and (axes := parse_mesh(first).axes):
         step_s = metrics["step_s"].value

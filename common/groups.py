@@ -184,7 +184,7 @@ class GroupCache:
     """The groups of the most recent cases, which are reused by cases over the same ranks, because
     connecting takes longer than a short case.
 
-    All ranks of the job call `take` and `release` with the same arguments, so that all keep the
+    All ranks of the job call `acquire` and `release` with the same arguments, so that all keep the
     same sets. A rank stores None for a set to which it does not belong.
     """
 
@@ -194,7 +194,7 @@ class GroupCache:
             Any, Group | None
         ] = {}  # by ranks and subgroups, least recently used first
 
-    def take(
+    def acquire(
         self, ranks: tuple[int, ...], subgroups: Subgroups | None
     ) -> tuple[Group | None, bool]:
         """Return the groups of a case, and whether they are new. All ranks of the job call it."""

@@ -20,9 +20,7 @@ MAX_BATCH_DEVIATION = (
     0.9  # limit on the standard deviation of the batches' mean signs, which are -1 to 1
 )
 MIN_ROUNDS = 6  # fewer give no interval of a ratio or a difference
-MAX_FACTOR = (
-    3.0  # maximum factor between a time, rate or ratio and the ends of its interval
-)
+MAX_FACTOR = 3.0  # maximum factor between a time, rate or ratio and the ends of its interval
 MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
 MIN_MODE_SAMPLES = 5  # minimum number of samples
 

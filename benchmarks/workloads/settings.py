@@ -14,6 +14,9 @@ from common.report import Case, Estimate
 from common.stats import Times
 from common.table import Columns, Table
 
+# Ends an answer that lists the times of several cases
+SEQUENTIAL = "these were timed one after the other; use analysis/ab.py to compare them"
+
 
 def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
     """Return the ratios of settings that were timed alternately. The first one is the step.
@@ -52,7 +55,7 @@ def fastest(name: str, leads: Mapping[str, Estimate]) -> str:
     alike = {other: lead for other, lead in leads.items() if lead.may_be(1)}
     if alike:
         several = cut([f"{other}: {lead.as_factor()}" for other, lead in alike.items()], 3)
-        return f"no setting is the fastest, {name} does not differ significantly from {several}"
+        return f"no setting is the fastest: {name} does not differ significantly from {several}"
     following = min(leads, key=lambda other: leads[other].value)
     words = f"{leads[following].as_factor()} as fast as {following}, the next"
     return f"{name} is the fastest of {len(leads) + 1} settings, {words}"
@@ -124,5 +127,4 @@ def side_by_side(estimates: Mapping[str, Estimate], unit: str = "") -> str:
     shown = []
     for name, estimate in estimates.items():
         shown.append(f"{estimate.text(unit) if unit else estimate} by {name}")
-    advice = "; these were timed one after the other; use analysis/ab.py to compare them in turns"
-    return ", ".join(shown) + (advice if len(shown) > 1 else "")
+    return ", ".join(shown) + (f"; {SEQUENTIAL}" if len(shown) > 1 else "")

@@ -73,7 +73,7 @@ def test_the_answer_does_not_rank_modes() -> None:
     assert checkpoint_sweep.answer(cases) == (
         "ddp into /x: a checkpoint every 10 min costs 1.00 % (no interval) of training time with "
         "b, 2.00 % (1.80 to 2.20) with a; these were timed one after the other; use analysis/ab.py "
-        "to compare them in turns"
+        "to compare them"
     )
     one = checkpoint_sweep.answer(cases[:1])
     assert one.endswith(" costs 2.00 % (1.80 to 2.20) of training time with a")

@@ -118,7 +118,7 @@ def test_settings_that_do_not_differ_significantly() -> None:
         "(1.00 to 1.02) as fast"
     )
     assert sentences[-1] == (
-        f"{BEGIN}, 2 ranks: no setting is the fastest, 25 MB with bf16 does not differ "
+        f"{BEGIN}, 2 ranks: no setting is the fastest: 25 MB with bf16 does not differ "
         "significantly from 25 MB: 1.01 times (1.00 to 1.02)"
     )
     # with two settings the ratio is enough
@@ -127,7 +127,7 @@ def test_settings_that_do_not_differ_significantly() -> None:
     # a ratio without an interval is not significant
     lead = {"b": Estimate(2, 1.9, 2.1), "a": Estimate(2.5)}
     assert fastest("c", lead) == (
-        "no setting is the fastest, c does not differ significantly from a: 2.50 times (no "
+        "no setting is the fastest: c does not differ significantly from a: 2.50 times (no "
         "interval)"
     )
 

@@ -141,7 +141,7 @@ def test_an_error_when_a_group_is_closed_does_not_end_the_run(
     """NCCL raises it in the next call, when the case has already been written."""
     error = RuntimeError("NCCL communicator was aborted\nC++ CapturedTraceback:")
     monkeypatch.setattr(ours.dist, "destroy_process_group", Mock(side_effect=error))
-    ours.close_more(group_of(None, Mock()))
+    ours.close_extra(group_of(None, Mock()))
     monkeypatch.undo()
     line = "rank 0, closing a group: RuntimeError: NCCL communicator was aborted\n"
     assert capfd.readouterr().err == line
