@@ -42,9 +42,10 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # before torch: reports a missing package in one line
+from common import cli
 
-# isort: split
+cli.report_missing_packages()
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -67,6 +68,7 @@ from benchmarks.workloads.check import verdict
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
+from benchmarks.workloads.settings import SEQUENTIAL
 from common.benchmark import Benchmark, Key, Planned
 from common.groups import FOREVER, Group, agree, rendezvous, share
 from common.report import Case, Estimate

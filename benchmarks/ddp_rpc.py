@@ -35,10 +35,11 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# before torch: reports a missing package in one line
+from common import cli
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
 
-# isort: split
+cli.report_missing_packages()
+
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -54,9 +54,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # before torch: reports a missing package in one line
+from common import cli
 
-# isort: split
+cli.report_missing_packages()
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

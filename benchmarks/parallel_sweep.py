@@ -40,13 +40,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli  # before torch: reports a missing package in one line
+from common import cli
 
 # Set before torch is imported: otherwise c10d's warnings about a pipeline's first sends interrupt
 # the table.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# isort: split
+cli.report_missing_packages()
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ from benchmarks.workloads.reference import (
     train_alone,
 )
 from benchmarks.workloads.room import check_room, sharers
+from benchmarks.workloads.settings import SEQUENTIAL
 from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.groups import Group, Job, share

@@ -50,10 +50,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# before torch: reports a missing package in one line
+from common import cli
 from common.cli import By, Parser, add_common_flags, checked, cut, list_of, number, refuse
 
-# isort: split
+cli.report_missing_packages()
+
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc

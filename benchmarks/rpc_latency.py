@@ -45,10 +45,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# before torch: reports a missing package in one line
+from common import cli
 from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 
-# isort: split
+cli.report_missing_packages()
+
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc

@@ -20,9 +20,3 @@ Core: used by every measuring script.
 common/observe/ adds hints, GPU and network counters, traces and the progress line. A run without
 this folder measures the same.
 """
-
-import sys
-
-from common import cli
-
-sys.excepthook = cli.name_missing_package

@@ -87,10 +87,16 @@ def tell_torchrun(reason: str, error_file: str | None = None) -> None:
                 Path(error_file).unlink()
 
 
+def report_missing_packages() -> None:
+    """Set a sys.excepthook that reports a missing package of requirements.txt in one line. Scripts
+    call it before they import packages."""
+    sys.excepthook = name_missing_package
+
+
 def name_missing_package(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """sys.excepthook that reports a missing package of requirements.txt in one line."""
+    """Report a missing package in one line; any other error as Python does."""
     script = Path(sys.argv[0]).resolve()
     path = (ROOT / "analysis" if script.parent.name == "analysis" else ROOT) / "requirements.txt"
     if isinstance(error, ModuleNotFoundError) and error.name:
