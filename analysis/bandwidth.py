@@ -18,7 +18,7 @@ from analysis.calls import MATCHED, Call, Group, members
 from analysis.kineto import Trace
 from common.cli import cut
 from common.report import Estimate
-from common.stats import Alone, Layout, isolated_time, layout_of, total
+from common.stats import IsolatedTimes, Layout, isolated_time, layout_of, total
 
 RANKS_PER_NODE = 8  # consecutive ranks on a node, if the traces do not name their hosts
 
@@ -83,7 +83,7 @@ class Sample:
 def rows_of(
     groups: Sequence[Group],
     traces: Mapping[int, Trace],
-    alone: Alone | None = None,
+    alone: IsolatedTimes | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[list[Row], list[str]]:
     """The collectives of all groups, and remarks on them.
@@ -194,7 +194,7 @@ def layout_in(
     return layout_of(nodes), ranks_per_node is None
 
 
-def compare(sample: Sample, alone: Alone, operation: str, layout: Layout) -> None:
+def compare(sample: Sample, alone: IsolatedTimes, operation: str, layout: Layout) -> None:
     """Set the time in isolation of a call of this size, or the reason why it is unknown.
 
     A time that was measured with the same dtype is preferred.

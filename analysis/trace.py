@@ -302,7 +302,7 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
 # -- collectives ----------------------------------------------------------------------------------
 
 
-def read_alone(path: str) -> bandwidth.Alone:
+def read_alone(path: str) -> bandwidth.IsolatedTimes:
     """The times in a report of collectives.py. Raises ValueError with a message of one line."""
     try:
         return collective_times(report.load(path))
@@ -314,7 +314,7 @@ def read_alone(path: str) -> bandwidth.Alone:
 
 
 def show_collectives(
-    traces: Mapping[int, Trace], alone: bandwidth.Alone | None, ranks_per_node: int | None
+    traces: Mapping[int, Trace], alone: bandwidth.IsolatedTimes | None, ranks_per_node: int | None
 ) -> list[str]:
     """Print the tables of process groups and of their collectives. Returns the lines to print below
     them, with the answers last."""

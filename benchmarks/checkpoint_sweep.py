@@ -70,7 +70,7 @@ from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.settings import SEQUENTIAL
 from common.benchmark import Benchmark, Key, Planned
-from common.groups import FOREVER, Group, agree, rendezvous, share
+from common.groups import NO_TIMEOUT, Group, barrier_before_new_group, broadcast
 from common.report import Case, Estimate
 from common.stats import Times, median
 from common.table import Columns, Table, ends, metric, relative
@@ -362,8 +362,8 @@ class Training:
         self.mode = key["mode"]
         device = bench.job.device
         # without a timeout: an upload may take long, and while steps continue nothing hangs
-        rendezvous(group)
-        uploads = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
+        barrier_before_new_group(group)
+        uploads = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=NO_TIMEOUT))
         group.extra.append(uploads)
         torch.manual_seed(0)
         with device:
@@ -472,7 +472,7 @@ class Training:
             count = len(done[name])
             spent_s = perf_counter() - start
             is_last = count + 2 > most or spent_s * (count + 2) / count > rule.max_seconds
-            enough = count % 2 == 1 and bool(agree(is_last, self.group))
+            enough = count % 2 == 1 and bool(broadcast(is_last, self.group))
         return done
 
 
@@ -520,7 +520,7 @@ def measure(training: Training, group: Group) -> Workload:
         spent = perf_counter() - started
         totals = [checkpoint.total for checkpoint in timed]
         reached = rule_reached(totals, len(totals), spent, training.bench.rule, compared=True)
-        stop = agree(reached, group)
+        stop = broadcast(reached, group)
     facts = Facts(
         first=first,
         loads=training.loads(),
@@ -703,7 +703,7 @@ def main() -> int:
         made = bench.prepare(
             "--paths", lambda: make_folders(args.paths, needed) if is_first else []
         )
-        folders = dict(zip(args.paths or ["TMPDIR"], share(made), strict=True))
+        folders = dict(zip(args.paths or ["TMPDIR"], broadcast(made), strict=True))
         for title, cases in tables.items():
             with bench.begin_table(title, COLUMNS, answers, Table(COLUMNS, WIDEST)) as table:
                 for name, _, key in cases:

@@ -54,7 +54,7 @@ from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
 from common.benchmark import Answer, Benchmark, Key, Planned
 from common.environment import count_of, node_of_each
-from common.groups import Group, Job, connect, rendezvous
+from common.groups import Group, Job, barrier_before_new_group, connect
 from common.report import UNCHECKED, Case, Estimate
 from common.stats import Implausible, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
@@ -433,7 +433,7 @@ def build_beside(
     current stream waits for both.
     """
     n, dtype = key["group_ranks"], getattr(torch, key["dtype"])
-    rendezvous(group)
+    barrier_before_new_group(group)
     second: Any = dist.new_subgroups_by_enumeration(groups, backend=job.backend)[0]
     group.extra.append(second)
     connect(second, job)

@@ -98,9 +98,9 @@ from benchmarks.workloads.settings import (
 from benchmarks.workloads.training import training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of
-from common.groups import Group, Job, agree
+from common.groups import Group, Job, broadcast
 from common.report import Case
-from common.stats import Times, telling
+from common.stats import Times, drop_wide_interval
 from common.table import Columns, ends, metric, relative
 from common.timing import Workload, time_block
 
@@ -508,7 +508,7 @@ def build(bench: Benchmark, start_s: dict[str, float], key: Key, group: Group) -
     task = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
     need_size(key["model"], key["batch_size"])
     alone = reference_of(task, key["dtype"], ranks) if bench.job.rank == 0 else None
-    wanted: Reference | str = agree(alone, group)
+    wanted: Reference | str = broadcast(alone, group)
     mesh = dist.DeviceMesh.from_group(group.workload, device.type)
     forget_groups(mesh)  # otherwise caches would keep the group open when a later case aborts it
     settings = settings_of(key)
@@ -635,7 +635,7 @@ def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
     cost_s = max(0.0, cost_s - CHECKED_STEPS * gains["eager_s"].value)
     gains |= {"compiling_s": cost_s, "gain_s": gain_s}
     if gain_s.value > 0 and not gain_s.may_be(0):
-        gains["payback_steps"] = telling(cost_s / gain_s)
+        gains["payback_steps"] = drop_wide_interval(cost_s / gain_s)
     return gains
 
 

@@ -79,7 +79,7 @@ from benchmarks.workloads.settings import (
 from benchmarks.workloads.training import breakdown, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of
-from common.groups import Group, Job, agree
+from common.groups import Group, Job, broadcast
 from common.report import Case, show_seconds
 from common.stats import Implausible, Times
 from common.table import Columns, ends, metric, relative
@@ -383,7 +383,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
                 if key["global_batch"]:
                     its_batch = make_batch(size, key["image_size"], job.device)
                 one_rank = first.make_step(model.module, its_batch)  # the module inside DDP
-            if agree(one_rank and fits(one_rank), group):  # the first rank decides
+            if broadcast(one_rank and fits(one_rank), group):  # the first rank decides
                 parts["no ddp"] = one_rank
             else:
                 bench.print(f"# no efficiency: a batch of {size} does not fit on one rank")

@@ -63,9 +63,9 @@ from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of
-from common.groups import Group, Job, share
+from common.groups import Group, Job, broadcast
 from common.report import Case
-from common.stats import Times, telling
+from common.stats import Times, drop_wide_interval
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
 
@@ -329,7 +329,7 @@ def prepare_files(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, st
     if args.data:
         return bench.prepare("--data", lambda: find_files(Path(args.data))), ""
     first_of_node = job.rank - job.local_rank
-    name = f"input_sweep-{share(secrets.token_hex(8))}-{first_of_node}"
+    name = f"input_sweep-{broadcast(secrets.token_hex(8))}-{first_of_node}"
     folder = Path(tempfile.gettempdir(), name)
 
     def make() -> None:
@@ -446,7 +446,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     m["resident_s"], m["loader_s"] = resident, loader
     m["loader_samples_per_s"] = samples / loader
     m["training_samples_per_s"] = samples / resident
-    m["workers_needed"] = telling(loader * max(1, key["workers"]) / resident)
+    m["workers_needed"] = drop_wide_interval(loader * max(1, key["workers"]) / resident)
     m["from_device"] = facts[0].from_device
     if slow := straggler(times.each("loader")):
         m["straggler_rank"], m["straggler_factor"] = slow

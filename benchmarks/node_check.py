@@ -88,7 +88,7 @@ from common.environment import (
     occupied,
     rank_names,
 )
-from common.groups import Group, Job, connect, rendezvous, share
+from common.groups import Group, Job, barrier_before_new_group, broadcast, connect
 from common.report import Case, Report
 from common.stats import Times, by_round, median
 from common.table import Cell, Columns, metric, relative
@@ -252,7 +252,7 @@ def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any
     for name in ("all_reduce_inside", "all_reduce_between"):
         all_teams = teams[STEPS[name].level]
         if min(len(team) for team in all_teams) > 1:
-            rendezvous(group)
+            barrier_before_new_group(group)
             mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
             team_groups[name] = mine
             if mine is not None:
@@ -742,7 +742,7 @@ def fraction_per_round(rounds: int) -> float:
 
 def seconds_left(budget: float) -> float:
     """Seconds left of the budget, which began when rank 0 started. A collective call."""
-    return float(share(budget - cli.age_s()))
+    return float(broadcast(budget - cli.age_s()))
 
 
 def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:
@@ -786,7 +786,7 @@ def measure(
         expected = before - left
     # the key of a case contains all entries of the key of its phase
     cases = [case for case in bench.report.cases if key.items() <= case.key.items()]
-    return share(phase.judge(cases)._replace(left_out=left_out)), parts
+    return broadcast(phase.judge(cases)._replace(left_out=left_out)), parts
 
 
 def measure_twice(bench: Benchmark, phase: Phase) -> Judgement:
@@ -885,7 +885,7 @@ def main() -> int:
                 found.slow.update(judgement.slow)
                 found.unsteady.extend(judgement.unsteady)
                 left_out += [judgement.left_out] if judgement.left_out else []
-        if not share(len(bench.report.cases)):
+        if not broadcast(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         give_verdict(bench, cluster, found, left_out)
     return bench.status

@@ -83,7 +83,7 @@ from benchmarks.workloads.room import check_room, sharers
 from benchmarks.workloads.settings import SEQUENTIAL
 from benchmarks.workloads.training import straggler, training_metrics
 from common.benchmark import Benchmark, Key, Planned
-from common.groups import Group, Job, share
+from common.groups import Group, Job, broadcast
 from common.report import Case, show_seconds
 from common.stats import Implausible, Times
 from common.table import Columns, ends, metric, relative
@@ -441,7 +441,7 @@ def main() -> int:
         flags = "--sequence-length or --global-batch"
         bench.prepare("--global-batch", partial(check_room, needed, job, environment, flags))
         bench.announce({title: cases})
-        reference = share(train_reference(first, job.device) if job.rank == 0 else None)
+        reference = broadcast(train_reference(first, job.device) if job.rank == 0 else None)
         if isinstance(reference, str):
             bench.print(f"# not checked: {reference}")
         lr = reference.lr if isinstance(reference, Reference) else 0.0

@@ -58,9 +58,9 @@ from benchmarks.workloads.operations import Member, Operation
 from benchmarks.workloads.room import check_room
 from common.benchmark import Benchmark, Key
 from common.environment import count_of
-from common.groups import Group, Job, connect, gather, rendezvous, share
+from common.groups import Group, Job, barrier_before_new_group, broadcast, connect, gather
 from common.report import Case, show_seconds
-from common.stats import Times, median, percentiles, telling
+from common.stats import Times, drop_wide_interval, median, percentiles
 from common.table import Columns, ends, metric, relative
 from common.timing import STEP, Step, Workload
 
@@ -699,7 +699,7 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     mine = {(call.kind, call.team) for call in plan.calls[job.rank]}
     for team in sorted({call.team for calls in plan.calls for call in calls}):  # same on all ranks
         _, ranks = team
-        rendezvous(group)
+        barrier_before_new_group(group)
         team_group: Any = dist.new_group(list(ranks), backend=job.backend)
         if job.rank in ranks:
             group.extra.append(team_group)
@@ -800,7 +800,7 @@ def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
     for name, estimate in seconds.items():
         row[f"{name}_s"] = estimate
         row[f"{name}_busbw_gb_per_s"] = bus_bytes / estimate / 1e9
-    row["replayed_over_alone"] = telling(seconds["replayed"] / seconds["alone"])
+    row["replayed_over_alone"] = drop_wide_interval(seconds["replayed"] / seconds["alone"])
     return row
 
 
@@ -869,9 +869,9 @@ def main() -> int:
     with Benchmark("replay", args) as bench:
         job = bench.job
         recordings: list[Recording] = []  # of all ranks; for a dry run the folder may be missing
-        if not args.dry_run or share(Path(args.trace).is_dir()):
+        if not args.dry_run or broadcast(Path(args.trace).is_dir()):
             mine = bench.prepare("FOLDER", lambda: read(args.trace, job.rank, job.world_size))
-            gathered = share(gather(mine))
+            gathered = broadcast(gather(mine))
             recordings = bench.prepare("FOLDER", lambda: in_order(gathered))
         # identifies the operations, whatever format they were recorded in
         content = repr([(of.steps, of.time_s, of.calls) for of in recordings])

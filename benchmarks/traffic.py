@@ -70,7 +70,15 @@ from common.benchmark import folded, report_lines, terminal_width
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case, Estimate, Report, load
-from common.stats import Alone, Layout, collective_times, isolated_time, layout_of, telling, total
+from common.stats import (
+    IsolatedTimes,
+    Layout,
+    collective_times,
+    drop_wide_interval,
+    isolated_time,
+    layout_of,
+    total,
+)
 from common.table import Cell, Columns, ends, metric, render
 
 if TYPE_CHECKING:
@@ -354,7 +362,7 @@ def held_by(trainer: "Trainer") -> dict[str, int]:
     }
 
 
-def case_of(key: Key, title: str, alone: Alone, swept: Sequence[Case]) -> Case:
+def case_of(key: Key, title: str, alone: IsolatedTimes, swept: Sequence[Case]) -> Case:
     """Simulate a mesh. If this version of torch cannot, the case fails.
 
     alone: the times that collectives.py has measured. swept: the cases of parallel_sweep.py.
@@ -414,7 +422,7 @@ def read(flag: str, path: str) -> Report:
         raise ValueError(f"{flag}: {error}") from None
 
 
-def read_measured(paths: Sequence[str]) -> Alone:
+def read_measured(paths: Sequence[str]) -> IsolatedTimes:
     """The times in reports of collectives.py, all on one kind of device. Later reports add to
     earlier ones. Raises ValueError with one line."""
     found: dict[tuple[str, Layout, str], dict[int, Estimate]] = {}
@@ -441,7 +449,7 @@ def read_measured(paths: Sequence[str]) -> Alone:
     return found
 
 
-def timed(key: Key, step: Step, alone: Alone) -> dict[str, Any]:
+def timed(key: Key, step: Step, alone: IsolatedTimes) -> dict[str, Any]:
     """Seconds of the collectives of a step, for each axis and in total, as if they ran one after
     the other.
 
@@ -471,12 +479,12 @@ def timed(key: Key, step: Step, alone: Alone) -> dict[str, Any]:
         if lacking:
             m[f"{axis}_missing"] = why_missing(key, step, axis, layout, lacking)
         else:
-            m[f"{axis}_s"] = telling(total(of_axis))
+            m[f"{axis}_s"] = drop_wide_interval(total(of_axis))
         if others:
             m[f"{axis}_other_dtype"] = "; ".join(others)
         parts += of_axis
     if not any(name.endswith("_missing") for name in m):
-        m["communication_s"] = telling(total(parts))
+        m["communication_s"] = drop_wide_interval(total(parts))
     return m
 
 
@@ -552,10 +560,10 @@ def compared(key: Key, metrics: Mapping[str, Any], swept: Sequence[Case]) -> dic
         parts = [metrics[f"{name}_s"] for name in names if f"{name}_s" in metrics]
         if not parts or any(f"{name}_missing" in metrics for name in names):
             continue
-        alone_s, exposed_s = telling(total(parts)), measured[f"exposed_{axis}_s"]
+        alone_s, exposed_s = drop_wide_interval(total(parts)), measured[f"exposed_{axis}_s"]
         found |= {f"{axis}_alone_s": alone_s, f"{axis}_exposed_s": exposed_s}
         if not (exposed_s.low is not None and exposed_s.may_be(0)) and alone_s.value > 0:
-            found[f"{axis}_exposed_over_alone"] = telling(exposed_s / alone_s)
+            found[f"{axis}_exposed_over_alone"] = drop_wide_interval(exposed_s / alone_s)
     return found
 
 

@@ -9,7 +9,7 @@ Shared with analysis/: runs without torch.
 
 Core: used by every measuring script.
     table       columns and rows, printed as cases finish
-    groups      Job, Group; process groups of a case; gather, share, agree
+    groups      Job, Group, GroupCache: the process groups of cases; gather, broadcast
     timing      Workload, the timed loop, the stop rule
     join        joining the job: variables, device, rendezvous, network interface
     environment hardware, software and variables of a run; the preamble and its warnings

@@ -28,6 +28,7 @@ from common.cli import (
     describe,
     duration,
     end,
+    is_rank_0,
     leave,
     refuse,
     take_stdout,
@@ -36,7 +37,7 @@ from common.cli import (
 from common.contents import of_run
 from common.cpu_load import BUSY, CpuLoad, Others
 from common.environment import others_text
-from common.groups import Group, GroupCache, connect, gather, share
+from common.groups import Group, GroupCache, broadcast, connect, gather
 from common.join import join, world
 from common.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
 from common.stats import Implausible, Times, keep_samples, rounded, stacked
@@ -129,7 +130,7 @@ class Benchmark:
         self.is_first = rank == 0
         # maximum width of a table in characters; None for no limit
         self.room = terminal_width() if self.is_first and not args.wide else None
-        turns = os.environ.get(TURN)
+        turns = turn_pipes()
         variables = environment.user_variables()  # before `join` sets others
         contents = of_run(sys.argv[0], own_modules(args))
         # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
@@ -142,7 +143,7 @@ class Benchmark:
         self.groups = GroupCache(self.job)
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
-        measured_on = share(
+        measured_on = broadcast(
             environment.collect(self.job, variables, self.cpu_load, contents, memory_held)
         )
         path = args.json if self.is_first and not args.dry_run else None
@@ -153,7 +154,7 @@ class Benchmark:
         # Added to every key. Rank 0's, because with RPC servers and trainers may be on different
         # devices.
         place = {"device": self.job.device.type, "backend": self.job.backend}
-        self.place: Key = share({"world_size": self.job.world_size, **place})
+        self.place: Key = broadcast({"world_size": self.job.world_size, **place})
         self.observers: list[Observer] = []
         self.print(environment.preamble(measured_on))
         self.observers = load_observers(self)
@@ -163,7 +164,7 @@ class Benchmark:
         for remark in self.report.remarks:
             self.print(f"# {remark}")
         kept = [case.key for case in self.report.cases if counts_as_done(case, args)]
-        self.done: list[Key] = share(kept)
+        self.done: list[Key] = broadcast(kept)
 
     def open_report(self) -> str | None:
         """Start or resume the report, on rank 0. Returns the new path of an existing report."""
@@ -178,7 +179,7 @@ class Benchmark:
         If `make` raises OSError or ValueError on any rank, the run ends with `what: reason` of the
         first such rank, with status 1 for a full disk and 2 otherwise.
         """
-        self.phase(f"prepares {what}")
+        self.phase(f"preparing {what}")
         result, problem = None, None
         try:
             result = make()
@@ -189,7 +190,7 @@ class Benchmark:
         except ValueError as error:
             problem = (f"{what}: {error}", 2)
         problems = [given for given in gather(problem) or [] if given]
-        if first := share(problems[0] if problems else None):
+        if first := broadcast(problems[0] if problems else None):
             self.refuse(*first)
         return result  # type: ignore[return-value]
 
@@ -239,6 +240,7 @@ class Benchmark:
 
         A case that the resumed report contains is printed instead. Returns the case on rank 0, None
         on other ranks. Cases over the same ranks and subgroups share their groups until one fails.
+        Raises ValueError if this run has measured the key before.
 
         ranks: ranks of the case; None for all. subgroups: a partition of the ranks; the subgroups
         do the same work concurrently, each in its own process group. rule: stop rule of this case;
@@ -246,19 +248,21 @@ class Benchmark:
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         key = self.complete_key(key, len(ranks))
-        assert key not in self.measured, f"measured twice: {key}"
+        if key in self.measured:
+            raise ValueError(f"expected a new key for each case, got {key} twice")
         if key in self.done:
             return self.show(self.report.find(key), [])
         self.measured.append(key)
         case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
         member = self.job.rank in ranks
         self.watchdog.begin(name, member)
-        self.phase("set up" if member else "not part of it")
+        self.phase("setup" if member else "outside the case")
         result = self.attempt(key, build, ranks, subgroups, rule or self.rule)
         if member:  # ranks outside the case are not behind
-            self.phase("waits for all ranks")
+            self.phase("waiting for all ranks")
         results, lines = gather(result), list[str]()
-        reason, unwritten = share(self.write(case, derive, results, lines) if results else None)
+        written = self.write(case, derive, results, lines) if results else None
+        reason, unwritten = broadcast(written)
         self.watchdog.group = None  # two threads must not abort the same group
         self.groups.release(ranks, subgroups, failed=reason is not None)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
@@ -302,7 +306,7 @@ class Benchmark:
         times = work.timed
         if not times:
             times = TimedLoop(work, group, self.job.device, rule, self.before_block).run()
-            self.phase("check")
+            self.phase("checking results")
         facts = work.facts()
         times.samples_s = rounded(times.samples_s)
         seen = [observer.after(key, work, times, group) for observer in self.observers]
@@ -338,7 +342,7 @@ class Benchmark:
             if failed_rank is not None:
                 case.metrics["failed_rank"] = failed_rank
         if self.report.path:
-            self.phase(f"writes {self.report.path}", ahead=0)
+            self.phase(f"writing {self.report.path}", ahead=0)
         try:
             self.report.add(case)
         except OSError as error:
@@ -488,7 +492,7 @@ class Benchmark:
         """CPU use by other processes so far, on the node where it was largest. None if it was at
         most a tenth of the cores, or if it is not recorded. All ranks call it."""
         busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
-        return share(busiest if busiest and busiest.fraction > BUSY else None)
+        return broadcast(busiest if busiest and busiest.fraction > BUSY else None)
 
     def finish(self) -> None:
         """Print the final lines, write the report's last line and set `status`."""
@@ -522,7 +526,7 @@ class Benchmark:
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
             complain(f"error: {reason}")
-        self.status, reason = share((status, reason))
+        self.status, reason = broadcast((status, reason))
         if self.status:
             tell_torchrun(reason)
 
@@ -569,14 +573,16 @@ def marked(row: str, mark: str, room: int | None) -> str:
 
 
 def with_cause(sentence: str, others: str) -> str:
-    """The sentence. An impossible result is called disturbed, with the CPU use by other processes.
+    """The sentence. An impossible result is called disturbed if other processes used the CPU, and
+    implausible otherwise.
 
-    others: that CPU use as text; "" if it was at most BUSY.
+    others: CPU use by other processes as text; "" if it was at most BUSY.
     """
     if not isinstance(sentence, Implausible):
         return sentence
-    others = others or "other processes used at most a tenth of the cores"
-    return f'disturbed: "{sentence}" is impossible; {others}'
+    if others and others != LOAD_UNKNOWN:
+        return f'disturbed: "{sentence}" is impossible; {others}'
+    return f'implausible: "{sentence}"; {others or "no load by other processes explains it"}'
 
 
 def folded(text: str, room: int | None, mark: str = "# ") -> str:
@@ -632,14 +638,25 @@ def gpu_is_lost(device: torch.device) -> bool:
     return False
 
 
-def turn_taker(pipes: str) -> Callable[[], None]:
+def turn_pipes() -> list[str]:
+    """The paths of two named pipes if ab.py --interleave runs this command, otherwise []. Refuses
+    any other value of the variable, on rank 0."""
+    text = os.environ.get(TURN, "")
+    pipes = text.split(":") if text else []
+    if pipes and is_rank_0() and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
+        expected = "two named pipes, which ab.py --interleave sets"
+        refuse(f"{TURN}: expected {expected}, got {text!r}; try unset {TURN}")
+    return pipes
+
+
+def turn_taker(pipes: Sequence[str]) -> Callable[[], None]:
     """Wait for the first turn of this command. Returns a function that passes the turn to the other
     command and waits for the next one.
 
-    pipes: paths of two named pipes, as ab.py --interleave sets them. A token in the first one is
-    the turn of this command, a token in the second one that of the other command.
+    pipes: a token in the first one is the turn of this command, one in the second that of the other
+    command.
     """
-    my_pipe, other_pipe = map(os.open, pipes.split(":"), (os.O_RDONLY, os.O_WRONLY))
+    my_pipe, other_pipe = map(os.open, pipes, (os.O_RDONLY, os.O_WRONLY))
     os.read(my_pipe, len(TOKEN))
 
     def pass_on() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from common.cli import TURN, cut, version
 from common.cpu_load import BUSY, CpuLoad, Others
-from common.groups import Job, gather, share
+from common.groups import Job, broadcast, gather
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.report import FAMILIES, shown, without_secrets
 
@@ -94,7 +94,7 @@ def collect(
     all ranks. memory_held: returned by `gpu_memory`, on the first rank of each node.
     """
     compared = {name: value for name, value in variables.items() if is_compared(name)}
-    of_first = share(compared)
+    of_first = broadcast(compared)
     differing = {
         name: compared.get(name)
         for name in of_first | compared
@@ -102,7 +102,7 @@ def collect(
     }
     # with RPC, some ranks may be on the CPU, including the first rank of a node
     gathered = gather((job.device.type, differing))
-    cuda = share(any(device == "cuda" for device, _ in gathered) if gathered else None)
+    cuda = broadcast(any(device == "cuda" for device, _ in gathered) if gathered else None)
     node = None  # the first rank of a node describes it
     if job.local_rank == 0:
         others = load.of_others() if load else None

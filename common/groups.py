@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,11 +26,11 @@ import torch.distributed.nn.functional
 
 from common.cli import describe, end, write
 
-# Ranks outside a case wait until it ends, so a limit would be of no use. The watchdog ends hangs.
-FOREVER = timedelta(days=30)
-MAX_CACHED = 4  # sets of groups that are kept open: those of 1, 2, 4 and 8 ranks
+# Of the control group. Ranks outside a case wait there until it ends; the watchdog ends hangs.
+NO_TIMEOUT = timedelta(days=30)
+MAX_CACHED = 4  # sets of groups that stay open, e.g. those of 1, 2, 4 and 8 ranks
 
-Subgroups = Sequence[Sequence[int]]
+Subgroups = Sequence[Sequence[int]]  # the ranks of each
 
 abort_lock = threading.Lock()  # the main thread and the watchdog abort the same groups
 
@@ -47,7 +47,7 @@ class Job:
     backend: str  # of the groups under test
     store: dist.Store  # the store of the rendezvous
     second_store: dist.Store | None = None  # a second connection to it, for the watchdog
-    timeout: timedelta = FOREVER  # torch's own timeout of groups under test, beyond the watchdog's
+    timeout: timedelta = NO_TIMEOUT  # torch's own, of groups under test; beyond the watchdog's
     keeps_memory: bool = False  # whether glibc keeps freed memory: `keep_freed_memory` in join.py
     rendezvous_s: float = 0.0  # until all ranks had joined
 
@@ -57,11 +57,11 @@ class Group:
     """The ranks of a case and their process groups."""
 
     ranks: tuple[int, ...]
-    workload: dist.ProcessGroup  # under test; with subgroups, that of this rank
+    workload: dist.ProcessGroup  # the group under test; with subgroups, that of this rank
     control: dist.ProcessGroup  # gloo, for barriers and decisions between timed blocks
     # Groups that the workload creates, e.g. those of a DeviceMesh. They are closed with the case.
     extra: list[dist.ProcessGroup] = field(default_factory=list)
-    aborted: list[dist.ProcessGroup] = field(default_factory=list)  # those of the above
+    aborted: list[dist.ProcessGroup] = field(default_factory=list)  # of `workload` and `extra`
     # Seconds of this rank to create `workload` ("group") and for its first collective
     # ("first_collective"). Empty in later cases that reuse the groups.
     start_up_s: dict[str, float] = field(default_factory=dict)
@@ -70,11 +70,10 @@ class Group:
 def local_rank() -> int:
     """Return the index of this rank on its node, from LOCAL_RANK or, under torchrun, from RANK.
 
-    `torchrun --virtual-local-rank` sets LOCAL_RANK to 0 on all ranks, but it numbers ranks node by
-    node. So with equally many ranks on all nodes the index follows from RANK. If only RANK is set,
-    all ranks are on one node.
+    `torchrun --virtual-local-rank` sets LOCAL_RANK to 0 on all ranks. torchrun numbers ranks node
+    by node, so the index follows from RANK if all nodes have the same number of ranks. If only RANK
+    is set, all ranks are on one node.
     """
-
     names = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, world_size, nodes, ranks_of_node = (int(os.environ.get(name, "0")) for name in names)
     if nodes > 0 and world_size == nodes * ranks_of_node:  # torchrun, evenly distributed
@@ -82,15 +81,13 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank))
 
 
-def open_group(
-    ranks: tuple[int, ...], job: Job, subgroups: Subgroups | None = None
-) -> Group | None:
+def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups | None) -> Group | None:
     """Create the groups of a case; return None on ranks outside it. All ranks of the job call it.
 
-    subgroups: parts of the ranks, each with its own group under test.
+    subgroups: a partition of the ranks, with a group under test for each part; None for one group.
     """
     with end_on_lost_peer():
-        control: Any = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
+        control: Any = dist.new_group(list(ranks), backend="gloo", timeout=NO_TIMEOUT)
     parts = [list(subgroup) for subgroup in subgroups or [ranks]]
     start = time.perf_counter()
     workload: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
@@ -98,7 +95,7 @@ def open_group(
     return Group(ranks, workload, control, start_up_s=took) if job.rank in ranks else None
 
 
-def rendezvous(group: Group) -> None:
+def barrier_before_new_group(group: Group) -> None:
     """Wait for the other ranks of the case. Call it before a workload creates a process group.
 
     If one rank fails, the others would wait forever in torch's constructor of the group. A rank
@@ -190,9 +187,7 @@ class GroupCache:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.cached: dict[
-            Any, Group | None
-        ] = {}  # by ranks and subgroups, least recently used first
+        self.cached: dict[Any, Group | None] = {}  # by `cache_key`, least recently used first
 
     def acquire(
         self, ranks: tuple[int, ...], subgroups: Subgroups | None
@@ -228,6 +223,7 @@ class GroupCache:
 
 
 def cache_key(ranks: tuple[int, ...], subgroups: Subgroups | None) -> tuple[Any, ...]:
+    """Return the key of a set of groups. One subgroup of all ranks is the same as none."""
     return ranks, tuple(tuple(subgroup) for subgroup in subgroups or [ranks])
 
 
@@ -235,8 +231,9 @@ def gather(value: Any) -> list[Any] | None:
     """Gather a picklable value from each rank of the job. All ranks call it.
 
     Returns the values in the order of ranks on rank 0, and None on the other ranks. No rank returns
-    before all have called it, because gather_object first all-gathers the sizes. Otherwise the
-    watchdog would take rank 0, which waits for a late rank, for late as well.
+    before all have called it, because gather_object all-gathers the sizes first. Otherwise early
+    ranks would enter their next phase, and the watchdog would report rank 0, which still waits for
+    the late rank, as late too.
     """
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with end_on_lost_peer():
@@ -244,23 +241,17 @@ def gather(value: Any) -> list[Any] | None:
     return values
 
 
-def share(value: Any) -> Any:
-    """Return the value of rank 0 of the job on all ranks. All ranks call it."""
-    with end_on_lost_peer():
-        return broadcast(value, dist.group.WORLD)
+def broadcast(value: Any, group: Group | None = None) -> Any:
+    """Return the value of rank 0 of the job, or of the first rank of a case's group, on all of its
+    ranks. All of them call it; the value must be picklable.
 
-
-def agree(value: Any, group: Group) -> Any:
-    """Return the value of the group's first rank on all members.
-
-    An error fails the case. In `share` it ends the run: the job has lost a process.
+    With a group, an error fails the case. Without one, an error ends the run, because the job has
+    lost a process.
     """
-    return broadcast(value, group.control)
-
-
-def broadcast(value: Any, group: Any) -> Any:
     values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group)
+    with nullcontext() if group else end_on_lost_peer():
+        of_ranks = group.control if group else dist.group.WORLD
+        dist.broadcast_object_list(values, group_src=0, group=of_ranks)
     return values[0]
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import HANG, ROOT, cut, end, refuse, suggest
-from common.groups import FOREVER, Job, local_rank
+from common.groups import NO_TIMEOUT, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
 LEAST_FILES = 32  # opened by a rank, and 2 more per rank: torch's files, and sockets of two groups
@@ -87,7 +87,7 @@ def join(
     control = dist.PrefixStore("control", store)
     try:
         dist.init_process_group(
-            "gloo", store=control, rank=rank, world_size=world_size, timeout=FOREVER
+            "gloo", store=control, rank=rank, world_size=world_size, timeout=NO_TIMEOUT
         )
     except RuntimeError as error:
         if "Unable to find address" not in str(error):
@@ -106,7 +106,7 @@ def join(
         backend=backend,
         store=store,
         second_store=second_store,
-        timeout=min(FOREVER, TORCH_WAITS * timedelta(seconds=timeout_s)),
+        timeout=min(NO_TIMEOUT, TORCH_WAITS * timedelta(seconds=timeout_s)),
         keeps_memory=keep_freed_memory(),
         rendezvous_s=rendezvous_s,
     )

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from common.benchmark import Benchmark
 from common.cli import checked, list_of, refuse
 from common.environment import count_of
-from common.groups import end_on_lost_peer, gather, share
+from common.groups import broadcast, end_on_lost_peer, gather
 from common.join import raise_file_limit
 
 # at import, because scripts use rpc.functions as decorators, and these are missing then as well
@@ -136,7 +136,7 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     threads = args.rpc_threads or min(16, max(2, cores // ranks))
     transports = args.rpc_transports or (["uv"] if ranks > cores else ["auto"])
     timeout_s = args.rpc_timeout or 2 * args.timeout
-    return share(RpcOptions(threads, timeout_s, transports, args.rpc_channels or ["auto"]))
+    return broadcast(RpcOptions(threads, timeout_s, transports, args.rpc_channels or ["auto"]))
 
 
 def need_files(world_size: int, options: RpcOptions) -> None:
@@ -174,7 +174,7 @@ def start_rpc(
     )
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
     bench.watchdog.begin("RPC")
-    bench.phase("start")
+    bench.phase("init_rpc")
     try:
         rpc.init_rpc(name, None, job.rank, job.world_size, settings)
     except (RuntimeError, ValueError) as error:
@@ -199,15 +199,15 @@ def start_rpc(
 def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
     """Run all ranks as RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
-    devices: list[str] = share(gather(str(job.device)))
+    devices: list[str] = broadcast(gather(str(job.device)))
     bench.prepare("ulimit -n", partial(need_files, job.world_size, options))
     start_rpc(bench, roles.name(job.rank), options, roles.device_maps(job.rank, devices))
     graceful = False
     try:
         yield devices
         bench.watchdog.begin("RPC")
-        bench.phase("end")
+        bench.phase("shutdown")
         # after a failed case there may be calls that are never answered, so do not wait for them
-        graceful = not share(any(case.failed for case in bench.report.cases))
+        graceful = not broadcast(any(case.failed for case in bench.report.cases))
     finally:
         rpc.shutdown(graceful)

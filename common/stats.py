@@ -75,7 +75,7 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
     signs = np.sign(x - np.median(x)) if n else x
-    half = half_by_signs(signs, autocorrelation_time(signs), confidence)
+    half = median_half_width(signs, autocorrelation_time(signs), confidence)
     if n >= 2 * BATCHES:
         means = [np.mean(batch) for batch in np.array_split(signs, BATCHES)]
         deviation = float(np.std(means, ddof=1))
@@ -84,15 +84,15 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
         if n >= 3 * BATCHES:
             spread = deviation * n / np.sqrt(BATCHES)
             half = max(half, student_t(confidence, BATCHES - 1) * spread / 2)
-    return between(x, half)
+    return interval_around_middle(x, half)
 
 
-def half_by_signs(signs: NDArray[np.float64], tau: float, confidence: float) -> float:
+def median_half_width(signs: NDArray[np.float64], tau: float, confidence: float) -> float:
     """Return half the width of a median's interval, in samples."""
     return float(NormalDist().inv_cdf(0.5 + confidence / 2) * np.sqrt(len(signs) * tau) / 2)
 
 
-def between(samples: NDArray[np.float64], half: float) -> Interval | None:
+def interval_around_middle(samples: NDArray[np.float64], half: float) -> Interval | None:
     """Return the samples that are `half` places below and above the middle, in order of size."""
     n = len(samples)
     low = round(n / 2 - half)  # counted from 1; its mirror image is n + 1 - low
@@ -115,7 +115,7 @@ def student_t(confidence: float, freedom: int) -> float:
 
 def median(samples: ArrayLike) -> Estimate:
     """Return the median of times [n] in order of measurement, with its 95 % interval."""
-    return telling(median_of_differences(samples))
+    return drop_wide_interval(median_of_differences(samples))
 
 
 def median_of_differences(samples: ArrayLike) -> Estimate:
@@ -124,7 +124,7 @@ def median_of_differences(samples: ArrayLike) -> Estimate:
     return Estimate(float(np.median(np.asarray(samples))), low, high)
 
 
-def telling(estimate: Estimate) -> Estimate:
+def drop_wide_interval(estimate: Estimate) -> Estimate:
     """Return a time, rate or ratio. Its interval is dropped as uninformative if an end differs from
     the value by more than a factor of MAX_FACTOR."""
     if estimate.low is None or estimate.high is None:
@@ -279,7 +279,8 @@ class Times:
         if len(logs) >= 3 * BATCHES:
             means = np.array([np.mean(batch) for batch in np.array_split(logs, BATCHES)])
             half = max(half, mean_half_width(means))
-        return telling(Estimate(value, value * float(np.exp(-half)), value * float(np.exp(half))))
+        low, high = value * float(np.exp(-half)), value * float(np.exp(half))
+        return drop_wide_interval(Estimate(value, low, high))
 
     def relative_to(self, name: str) -> "Times":
         """Return the same times with another step as "step"."""
@@ -296,7 +297,7 @@ class Times:
         if both[0] is None or both[1] is None:
             return Estimate(value)
         reach = float(np.exp(mean_half_width(np.log(both[0] / both[1]), confidence)))
-        return telling(Estimate(value, value / reach, value * reach))
+        return drop_wide_interval(Estimate(value, value / reach, value * reach))
 
     def excess_over(self, part: str) -> Estimate:
         """Return the difference between the `mean` of the step and that of the part.
@@ -351,7 +352,7 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
 
 Layout = tuple[int, ...]  # number of ranks of a group on each of its hosts, the largest first
 TimesBySize = dict[int, Estimate]  # seconds, by size in bytes
-Alone = Mapping[tuple[str, Layout, str], TimesBySize]  # by collective, layout and dtype
+IsolatedTimes = Mapping[tuple[str, Layout, str], TimesBySize]  # by collective, layout and dtype
 
 
 def total(estimates: Sequence[Estimate]) -> Estimate:
@@ -367,7 +368,7 @@ def total(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def isolated_time(
-    alone: Alone, collective: str, layout: Layout, dtype: str, size: float
+    alone: IsolatedTimes, collective: str, layout: Layout, dtype: str, size: float
 ) -> tuple[Estimate, str]:
     """Return the time of a collective of `size` bytes by itself, and the dtype with which it was
     measured: `dtype` if available, otherwise another one.
@@ -439,12 +440,13 @@ def layout_of(hosts: Iterable[Any]) -> Layout:
 
 
 class Implausible(str):
-    """A sentence about an impossible number. Benchmark adds the CPU use by other processes."""
+    """A sentence about an impossible number. `Benchmark` prints it with the CPU use by other
+    processes as the possible cause."""
 
 
 # -- samples on their way to rank 0 and into the report --------------------------------------------
 
-LIMIT = 2**18  # samples of a case in a report, so that its line does not become megabytes long
+LIMIT = 2**18  # samples of a case in a report, which limits its line to a few MB
 
 
 def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:

@@ -1,4 +1,9 @@
-"""The timed loop of all scripts: alternating blocks of a step and its parts, and the stop rule."""
+"""The timed loop of all scripts: alternating blocks of a step and its parts, and the stop rule.
+
+A sample is the time of one call of the step or of a part, or the mean of several consecutive calls.
+A block consists of consecutive samples. A round consists of a block of the step and one of each
+part.
+"""
 
 import argparse
 import gc
@@ -14,14 +19,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.groups import Group, agree
-from common.stats import MIN_ROUNDS, median, same_distribution
+from common.groups import Group, broadcast
+from common.stats import MIN_ROUNDS, iteration_times, median, same_distribution
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case measures; parts have names of their own
 
 ROUNDS = 12  # number of rounds for which the time budget of a case is planned
-INTERLEAVED_ROUNDS = 24  # the same if two commands run alternately
+INTERLEAVED_ROUNDS = 24  # the same for ab.py --interleave
 MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
 LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
@@ -156,14 +161,15 @@ class TimedLoop:
         self.returned: list[Any] = []  # values of the step since the block began
         samples_s: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
         self.times = RankTimes(samples_s, [], aligned=workload.aligned)
-        # The slowest rank's time of each iteration of the step. It is valid on the group's first
-        # rank, which decides; on the others only its length is.
+        # `iteration_times` of the step, as they are reported later: they decide when the case ends.
+        # Valid on the group's first rank; on the others only their number is.
         self.slowest_s: list[float] = []
+        self.step_s: list[list[float]] = []  # what these are computed from, [rows][iterations]
 
     def run(self) -> RankTimes:
         round_s = sum([self.warm_up(name) for name in self.steps])
         differences = bool(self.workload.compared)
-        block = agree(iterations_per_block(round_s, self.rule, differences), self.group)
+        block = broadcast(iterations_per_block(round_s, self.rule, differences), self.group)
         times = self.times
         gc.collect()
         gc.disable()  # a collection on one rank would delay all ranks
@@ -198,17 +204,25 @@ class TimedLoop:
             step, times = self.steps[name], [0.0] * size
             if step:
                 times, _ = time_block(step, size, self.device, self.workload.calls_per_sample)
-            [slowest] = self.slowest_rank([times])
+            slowest = self.slowest_rank(times)
             windows.append([second * self.workload.calls_per_sample for second in slowest])
             spent_s = perf_counter() - start
-            size = agree(next_window(windows, spent_s, len(self.steps), self.rule), self.group)
+            size = broadcast(next_window(windows, spent_s, len(self.steps), self.rule), self.group)
         return fmean(windows[-1])
 
-    def slowest_rank(self, samples_s: list[list[float]]) -> list[list[float]]:
-        """Return the maximum over ranks of each sample of each step; valid on the first rank."""
+    def slowest_rank(self, samples_s: list[float]) -> list[float]:
+        """Return the maximum over ranks of each sample; valid on the group's first rank."""
         largest = torch.tensor(samples_s, dtype=torch.float64)
         dist.reduce(largest, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
-        return [list(row) for row in largest.tolist()]
+        return list(largest.tolist())
+
+    def each_rank(self, samples_s: list[float]) -> list[list[float]]:
+        """Return the samples of each rank on the group's first rank, and its own on any other."""
+        mine = torch.tensor(samples_s, dtype=torch.float64)
+        is_first = dist.get_rank(self.group.control) == 0
+        rows = [torch.empty_like(mine) for _ in self.group.ranks] if is_first else None
+        dist.gather(mine, rows, group_dst=0, group=self.group.control)
+        return [list(row.tolist()) for row in rows or [mine]]
 
     def time_round(self, block: int) -> None:
         """Time a block of each step. Every other round runs in reverse order, so that a drift of
@@ -235,10 +249,14 @@ class TimedLoop:
 
     def check_stop_rule(self, block: int, spent_s: float) -> str:
         """Return the rule that ends the case, or "". The group's first rank decides for all."""
-        [newest] = self.slowest_rank([self.times.samples_s[STEP][-block:]])
-        self.slowest_s += newest
+        newest, aligned = self.times.samples_s[STEP][-block:], self.workload.aligned
+        rows = [self.slowest_rank(newest)] if aligned else self.each_rank(newest)
+        before = self.step_s or [[]] * len(rows)
+        self.step_s = [old + new for old, new in zip(before, rows, strict=True)]
+        self.slowest_s = iteration_times(self.step_s, aligned).tolist()
         rounds, compared = len(self.times.rounds), bool(self.workload.compared)
-        return agree(rule_reached(self.slowest_s, rounds, spent_s, self.rule, compared), self.group)
+        reached = rule_reached(self.slowest_s, rounds, spent_s, self.rule, compared)
+        return broadcast(reached, self.group)
 
 
 def launch_share(ranks: Sequence[RankTimes]) -> dict[str, float]:

@@ -66,7 +66,7 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
         self.begin("start")
-        self.phase("set up")
+        self.phase("setup")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
         threading.Thread(target=self._check_store, name="listener", daemon=True).start()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.workloads.decoder import DECODERS
 from common.cli import wrong
 from common.environment import count_of
-from common.groups import Group, Job, connect, rendezvous
+from common.groups import Group, Job, barrier_before_new_group, connect
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first; the innermost communicates most
@@ -168,7 +168,7 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
         for axis, size in sizes.items():
             real = axis in talking and size > 1
             backends[axis + suffix] = job.backend if real else "fake"
-        rendezvous(group)
+        barrier_before_new_group(group)
         device_mesh = init_device_mesh(
             job.device.type,
             tuple(sizes.values()),
@@ -178,7 +178,7 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
         process_groups = device_mesh.get_all_groups()
         group.extra.extend(process_groups)  # first of all, so that a rank that fails closes them
         for process_group in process_groups:
-            rendezvous(group)  # NCCL creates the communicator in the first collective
+            barrier_before_new_group(group)  # NCCL creates the communicator in the first collective
             connect(process_group, job)
         forget_groups(device_mesh)
         for axis in sizes:

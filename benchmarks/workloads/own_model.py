@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from common.benchmark import Benchmark
 from common.cli import cut, describe, suggest
-from common.groups import gather, share
+from common.groups import broadcast, gather
 
 Loss = Callable[[Any], Tensor]
 Optimize = Callable[[Any], torch.optim.Optimizer]
@@ -318,7 +318,7 @@ def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
     """
     attempt = partial(try_own, name, bench.job.device, idle_allowed)
     trial = bench.prepare("--model", attempt)
-    trials: list[Trial] = share(gather(trial))
+    trials: list[Trial] = broadcast(gather(trial))
     samples = [trial.samples for trial in trials]
     if problem := uneven(name, samples):
         bench.refuse(problem)

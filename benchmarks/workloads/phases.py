@@ -15,11 +15,11 @@ from common.report import Case, Estimate
 from common.stats import (
     Interval,
     autocorrelation_time,
-    between,
-    half_by_signs,
+    drop_wide_interval,
+    interval_around_middle,
     median,
+    median_half_width,
     percentiles,
-    telling,
 )
 from common.table import Columns, metric
 
@@ -140,7 +140,7 @@ def interval_of_rounds(values: ArrayLike, confidence: float = 0.95) -> Interval 
     x = np.asarray(values, dtype=np.float64)
     signs = np.sign(x - np.median(x)) if len(x) else x
     tau = autocorrelation_time(signs) if len(x) > 8 else 1.0
-    return between(x, half_by_signs(signs, tau, confidence))
+    return interval_around_middle(x, median_half_width(signs, tau, confidence))
 
 
 def unaligned_metrics(
@@ -164,4 +164,4 @@ def unaligned_metrics(
     blocks_s = [float(block.sum(axis=1).max()) for block in blocks]
     rates = [block.size / block_s for block, block_s in zip(blocks, blocks_s, strict=True)]
     low, high = interval_of_rounds(rates) or (None, None)
-    return metrics, telling(Estimate(float(np.median(rates)), low, high))
+    return metrics, drop_wide_interval(Estimate(float(np.median(rates)), low, high))

@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 from common.stats import (
     Times,
     autocorrelation_time,
-    between,
-    half_by_signs,
+    interval_around_middle,
+    median_half_width,
     median_of_differences,
     percentiles,
 )
@@ -36,8 +36,8 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
         if factors[row] <= 1 + margin:  # its interval begins below the factor
             return None
         signs = np.sign(ratios[row] - factors[row])
-        half = half_by_signs(signs, autocorrelation_time(signs), 1 - 0.05 / len(x))
-        interval = between(ratios[row], half)
+        half = median_half_width(signs, autocorrelation_time(signs), 1 - 0.05 / len(x))
+        interval = interval_around_middle(ratios[row], half)
         if interval and interval[0] > 1 + margin:
             return int(row), float(factors[row])
     return None

@@ -78,14 +78,14 @@ class Trace(Observer):
         if STEP in steps:  # the step of a checkpoint is only a part of what is profiled
             summary["slowdown"] = round(seconds[STEP] / own_s, 3)
             summary["step_s"] = [own_s, seconds[STEP]]
-        self.bench.phase(f"writes {file}", 0)
+        self.bench.phase(f"writing {file}", 0)
         return summary | write(profiler, file)
 
     def run(self, steps: Mapping[str, Step | None], iters: int, group: Group) -> dict[str, float]:
         """Run each step `iters` times in a range of its name. Returns median seconds by name."""
         seconds: dict[str, float] = {}
         for name, step in steps.items():
-            self.bench.phase(f"{name}, for the trace")
+            self.bench.phase(f"{name}, profiled")
             dist.barrier(group.control)
             if step is None:  # this rank waits while others run it
                 continue

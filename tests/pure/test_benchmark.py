@@ -52,13 +52,41 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
     watchdog.fail.assert_called_once_with("RuntimeError: out of memory (rank 3)")
 
 
-def test_an_impossible_result_is_disturbed() -> None:
-    """An impossible result is printed as disturbed, with the CPU use of other processes."""
+def test_an_impossible_result_is_disturbed_or_implausible() -> None:
+    """It depends on the CPU use by other processes."""
     sure = "DDP on 2 ranks trains 3.00 times (2.80 to 3.10) as fast as one rank alone"
     others = "other processes used 0.9 of 2 cores of vm"
     assert benchmark.with_cause(sure, others) == sure
     shown = benchmark.with_cause(Implausible(sure), others)
     assert shown == f'disturbed: "{sure}" is impossible; {others}'
+    idle = benchmark.with_cause(Implausible(sure), "")
+    assert idle == f'implausible: "{sure}"; no load by other processes explains it'
+    unknown = benchmark.with_cause(Implausible(sure), benchmark.LOAD_UNKNOWN)
+    assert unknown == f'implausible: "{sure}"; CPU use by other processes was not recorded'
+
+
+@pytest.mark.parametrize("pipes", ["x", "/nowhere:/dev/null", "a:b:c"])
+def test_a_turn_without_pipes_is_refused_in_one_line(
+    pipes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    monkeypatch.setenv("TORCHRUN_BENCH_TURN", pipes)
+    with pytest.raises(SystemExit) as end:
+        benchmark.turn_pipes()
+    expected = "expected two named pipes, which ab.py --interleave sets"
+    told = f"TORCHRUN_BENCH_TURN: {expected}, got {pipes!r}; try unset TORCHRUN_BENCH_TURN\n"
+    assert (end.value.code, capsys.readouterr().err.endswith(f": error: {told}")) == (2, True)
+
+
+def test_the_turns_of_two_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipes = [str(tmp_path / name) for name in "ab"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    monkeypatch.setenv("TORCHRUN_BENCH_TURN", ":".join(pipes))
+    assert benchmark.turn_pipes() == pipes
+    monkeypatch.delenv("TORCHRUN_BENCH_TURN")
+    assert benchmark.turn_pipes() == []
 
 
 def test_a_sentence_is_folded_on_a_terminal() -> None:
@@ -122,7 +150,7 @@ def test_earlier_rows_are_marked_and_have_separate_sentences(resumed: Any) -> No
     assert first.splitlines()[-1] == f"a          3.0  # {when}"
     assert second == "b          2.0"
     assert resumed.answers == [
-        f'measured {when}: disturbed: "a is the fastest of 1" is impossible; '
+        f'measured {when}: implausible: "a is the fastest of 1"; '
         "CPU use by other processes was not recorded",
         "b is the fastest of 1",
     ]

@@ -450,7 +450,7 @@ def test_cpu_use_of_the_job() -> None:
 def test_a_run_is_disturbed_above_a_tenth_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node with the highest use counts. It is not measured while two commands are
     interleaved."""
-    monkeypatch.setattr("common.benchmark.share", lambda value: value)
+    monkeypatch.setattr("common.benchmark.broadcast", lambda value: value)
     quiet, busy, busiest = [Others(0.2, 2), Others(6.0, 64)], Others(0.21, 2), Others(1.6, 2)
     told = environment.others_text(["a", "b", "c"], [*quiet, busy])
     assert told == "other processes used 0.2 of 2 cores of c"

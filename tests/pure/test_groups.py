@@ -176,10 +176,10 @@ def test_an_abort_that_raises_does_not_end_the_run(
 def test_the_time_limit_of_a_group_is_longer_than_that_of_the_watchdog(job: Job) -> None:
     """The control group of a case has no time limit."""
     timed = replace(job, timeout=timedelta(seconds=40))
-    group = ours.open_group((0,), timed)
+    group = ours.open_group((0,), timed, None)
     assert group
     ours.connect(group.workload, timed)
     cpu = torch.device("cpu")
     limits = [g._get_backend(cpu).options._timeout for g in (group.workload, group.control)]
-    assert limits == [timedelta(seconds=40), ours.FOREVER]
+    assert limits == [timedelta(seconds=40), ours.NO_TIMEOUT]
     ours.close_group(group)

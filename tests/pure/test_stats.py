@@ -111,7 +111,7 @@ def test_a_part_of_zero_seconds() -> None:
 def test_an_interval_beyond_a_factor_of_3_is_omitted() -> None:
     """This applies to times. A difference keeps its interval."""
     for low, high, says in ((2.1, 17.9, True), (1.9, 7, False), (5, 18.1, False)):
-        told = stats.telling(Estimate(6, low, high))
+        told = stats.drop_wide_interval(Estimate(6, low, high))
         assert told == (Estimate(6, low, high) if says else Estimate(6))
     wide = [1.0, 300.0, 100.0] * 4
     assert stats.median_of_differences(wide) == Estimate(100, 1, 300)

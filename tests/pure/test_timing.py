@@ -188,7 +188,7 @@ def test_windows_and_blocks_are_counted_in_samples(
 
 def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank takes 4 s and 1 s for two steps."""
-    other = torch.tensor([[4.0, 1.0]], dtype=torch.float64)
+    other = torch.tensor([4.0, 1.0], dtype=torch.float64)
 
     def reduce(newest: torch.Tensor, group_dst: int, op: Any, group: Any) -> None:
         both = torch.stack([newest, other])
@@ -200,6 +200,27 @@ def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch)
     loop.times = RankTimes({"step": [9.0, 2.0, 3.0], "part": [9.0, 0.5, 2.0]}, [1, 2])
     assert loop.check_stop_rule(2, 0.0) == ""
     assert loop.slowest_s == [4.0, 3.0]
+
+
+def test_the_stop_rule_of_unaligned_ranks_uses_the_slowest_rank(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank takes 3 s for each of three steps, so it has the larger median. The maximum over
+    ranks of each sample would be 9, 3 and 3 s, which no rank has measured."""
+
+    def gather(mine: torch.Tensor, rows: list[torch.Tensor], group_dst: int, group: Any) -> None:
+        rows[0].copy_(mine)
+        rows[1].fill_(3.0)
+
+    monkeypatch.setattr(timing.dist, "gather", gather)
+    work = Workload(lambda: None, aligned=False)
+    loop = TimedLoop(work, replace(group, ranks=(0, 1)), CPU, RULE)
+    loop.times = RankTimes({"step": [9.0, 1.0, 1.0]}, [3])
+    assert loop.check_stop_rule(3, 0.0) == ""
+    assert loop.slowest_s == [3.0, 3.0, 3.0]
+    loop.times = RankTimes({"step": [9.0, 1.0, 1.0, 8.0]}, [3, 1])
+    assert loop.check_stop_rule(1, 0.0) == ""
+    assert loop.slowest_s == [3.0, 3.0, 3.0, 3.0]
 
 
 def test_garbage_collection_is_off_within_blocks_and_restored_after_an_error(group: Group) -> None:
