@@ -12,7 +12,7 @@ def end_interrupted(
 ) -> None:
     """sys.excepthook: on Ctrl-C, print one line and exit with status 130."""
     if issubclass(kind, KeyboardInterrupt) and not hasattr(sys, "ps1"):  # not in a Python shell
-        cli.complain(f"{Path(sys.argv[0]).name}: interrupted")
+        cli.print_error(f"{Path(sys.argv[0]).name}: interrupted")
         sys.exit(130)
     cli.name_missing_package(kind, error, trace)
 

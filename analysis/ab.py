@@ -68,7 +68,7 @@ from analysis.plan import Verdict
 from analysis.race import Compared, Race, against_the_best, conclusions, design_of, overall, sides
 from analysis.show import one_line, put
 from analysis.verdicts import Comparison, Result, compare
-from common.cli import Parser, checked, complain, duration, number, positive_int, wrong
+from common.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
 
 Commands = dict[str, Command]  # by name; the first one is A
 
@@ -129,7 +129,7 @@ def run_rounds(
             label += " replacing a disturbed pair,"
         seconds = run_round(order, n, plan.interleave)
         if seconds is None:
-            complain(f"{label} is already complete")
+            print_error(f"{label} is already complete")
             return
         took.append((len(order), seconds))
         left = sum(not all(c.report(i).is_file() for c in order) for i in range(n + 1, last + 1))
@@ -138,7 +138,7 @@ def run_rounds(
             text = total_time(seconds, left + 1, spare, first_look)
         else:
             text = time_left([s for count, s in took if count == len(order)], left, is_race)
-        complain(f"{label} took {duration(seconds)}{text}")
+        print_error(f"{label} took {duration(seconds)}{text}")
 
     first, *others = commands
     race = Race(list(commands))
@@ -281,13 +281,13 @@ def command(text: str) -> tuple[str, str]:
     if not equals or not re.fullmatch(r"[\w.+-]+", name):
         name, rest = "", text
     if not rest.strip():
-        wrong("a command", repr(text), "e.g. --a 'torchrun x.py'")
+        raise_invalid("a command", repr(text), "e.g. --a 'torchrun x.py'")
     return name, rest
 
 
 def variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    return (name, value) if equals else wrong("NAME=VALUE", repr(text))
+    return (name, value) if equals else raise_invalid("NAME=VALUE", repr(text))
 
 
 def add_flags(parser: Parser) -> None:

@@ -30,7 +30,7 @@ from analysis.load import LOAD_ENDING
 from analysis.show import clean
 from analysis.step_logs import Steps, write_report
 from common import report
-from common.cli import TOKEN, TURN, complain, cut, refuse
+from common.cli import TOKEN, TURN, cut, print_error, refuse
 from common.cpu_load import Counters, CpuLoad, spent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -350,12 +350,12 @@ def ending_children(out: str) -> Iterator[None]:
         is_disk_full = isinstance(error, OSError) and error.errno in report.DISK_FAILED
         refuse(clean(error, 1000), 1 if is_disk_full else 2)
     except RuntimeError as error:
-        complain(f"{script}: {error}")
-        complain(KEPT.format(out))
+        print_error(f"{script}: {error}")
+        print_error(KEPT.format(out))
         sys.exit(1)
     except KeyboardInterrupt as interruption:
-        complain(f"{script}: interrupted")
-        complain(KEPT.format(out))
+        print_error(f"{script}: interrupted")
+        print_error(KEPT.format(out))
         sys.exit(int(interruption.args[0]))
     finally:
         handle_signals(signal.SIG_IGN)  # a second signal does not disturb the cleanup

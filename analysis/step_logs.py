@@ -17,7 +17,7 @@ import numpy as np
 
 from analysis.load import LAST_DIGIT, STEP, Run, check_times, find, index, loads_from_file, timed
 from analysis.show import clean, is_number
-from common.cli import number, wrong
+from common.cli import number, raise_invalid
 from common.report import Case, Report
 from common.stats import median
 
@@ -82,9 +82,9 @@ def pattern(text: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(text)
     except re.error as error:
-        wrong(f"a regular expression ({error})", repr(text), EXAMPLE)
+        raise_invalid(f"a regular expression ({error})", repr(text), EXAMPLE)
     if not compiled.groups:
-        wrong("a regular expression with a group around the number", repr(text), EXAMPLE)
+        raise_invalid("a regular expression with a group around the number", repr(text), EXAMPLE)
     return compiled
 
 

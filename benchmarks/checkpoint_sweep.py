@@ -95,10 +95,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "checkpoint interval in seconds, for `cost` (default: 600)"
     add("--every", type=cli.positive_float, default=600.0, metavar="S", help=text)
     text = f"{', '.join(DECODERS)} (default: %(default)s)"
-    default = cli.By("decoder-124m", "decoder-10m")
+    default = cli.PerDevice("decoder-124m", "decoder-10m")
     add("--model", choices=list(DECODERS), default=default, metavar="NAME", help=text)
     text = f"sequences per rank and step, of {CPU_TOKENS} tokens on the CPU (default: %(default)s)"
-    add("--batch-size", type=cli.positive_int, default=cli.By(8, 1), metavar="N", help=text)
+    add("--batch-size", type=cli.positive_int, default=cli.PerDevice(8, 1), metavar="N", help=text)
     text = "maximum number of loads of the last checkpoint, within --max-seconds (default: 7)"
     add("--loads", type=cli.positive_int, default=7, metavar="N", help=text)
     cli.add_common_flags(parser, min_iters=6)

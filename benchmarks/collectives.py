@@ -87,7 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
     add("--collective", type=collectives, default=["all_reduce"], metavar="NAME", help=text)
     add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default: 8)")
-    largest = cli.By(cuda=2**30, cpu=2**26)
+    largest = cli.PerDevice(cuda=2**30, cpu=2**26)
     text = "largest size (default: 1G on CUDA, 64M on the CPU)"
     add("-e", "--maxbytes", type=positive_size, default=largest, metavar="SIZE", help=text)
     step = parser.add_mutually_exclusive_group().add_argument
@@ -142,7 +142,9 @@ def other_collective(text: str) -> tuple[str, int]:
     name, colon, size = text.partition(":")
     names = [name for name in OPERATIONS if name != "sendrecv"]
     if name not in names:
-        cli.wrong(f"one of {', '.join(names)}", repr(text), "e.g. all_to_all or all_to_all:4M")
+        cli.raise_invalid(
+            f"one of {', '.join(names)}", repr(text), "e.g. all_to_all or all_to_all:4M"
+        )
     return name, cli.positive_size(size) if colon else 0
 
 

@@ -122,12 +122,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     dtypes = cli.list_of(str, [*TOLERANCES])
     named = "models, separated by commas; see above (default: %(default)s)"
     add = parser.add_mutually_exclusive_group().add_argument
-    model = cli.By(["decoder-124m"], ["toy-small"])
+    model = cli.PerDevice(["decoder-124m"], ["toy-small"])
     add("--models", "--model", type=cli.list_of(str), default=model, metavar="M", help=named)
     toy = "same as --model toy"
     add("--toy-model", dest="models", action="store_const", const=["toy"], help=toy)
     add = parser.add_mutually_exclusive_group().add_argument
-    all_here = cli.By([*STRATEGIES], ["none", "ddp", "fsdp2"])
+    all_here = cli.PerDevice([*STRATEGIES], ["none", "ddp", "fsdp2"])
     text = f"strategies, see above (default: {all_here}; with --interleave without none)"
     add("--strategies", type=strategies, metavar="S", help=text)
     ddp = "same as --strategies ddp"
@@ -199,7 +199,7 @@ def backend_name(text: str) -> str:
     """An entry of --backends. `print` is refused: in the original it printed the graphs."""
     if text == "print":
         advice = "TORCH_LOGS=graph_code,ddp_graphs prints the graphs of --dynamo inductor"
-        cli.wrong("a backend", repr(text), advice)
+        cli.raise_invalid("a backend", repr(text), advice)
     return text
 
 

@@ -428,7 +428,7 @@ class TrainersTable(Table):
         rows = [Case(key={}, ranks=[], name="All", metrics=case.metrics)]
         for trainer, metrics in enumerate(case.metrics["trainers"]):
             rows.append(Case(key={}, ranks=[], name=f"Trainer{trainer}", metrics=metrics))
-        text, omitted_columns = fitted(ROWS, rows, self.room)
+        text, omitted_columns = fitted(ROWS, rows, self.max_width)
         self.count = min(self.count, len(ROWS) - omitted_columns)
         return f"{case.name}\n\n{text}\n"
 

@@ -95,7 +95,7 @@ SETTLING_STEPS = 4
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
-    default = cli.By(CUDA_MODELS, CPU_MODELS)
+    default = cli.PerDevice(CUDA_MODELS, CPU_MODELS)
     names = "torchvision classifiers or package.module:function, separated by commas (default: "
     names += "%(default)s)"
     add("--models", "--model", type=list_of(str), default=default, metavar="NAME", help=names)
@@ -105,7 +105,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     whole = "total batch size, divided evenly among the ranks (strong scaling)"
     one_of("--global-batch", type=positive_int, metavar="N", help=whole)
     pixels = "width and height of the images in pixels (default: %(default)s)"
-    add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
+    default_px = cli.PerDevice(224, 64)
+    add("--image-size", type=positive_int, default=default_px, metavar="PX", help=pixels)
     sizes = "numbers of ranks to measure; `nodes` means 1, 2, 3, ... whole nodes (default: 1, 2, "
     sizes += "4, ... ranks of a node, then 1, 2, 4, ... nodes, then all ranks)"
     add("--world-sizes", type=list_of(ranks_or_nodes), metavar="N", help=sizes)

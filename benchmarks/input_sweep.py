@@ -96,11 +96,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     start_methods = list_of(str, methods)
     add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=text)
     text = "torchvision model (default: %(default)s)"
-    add("--model", default=cli.By("resnet50", "mobilenet_v3_small"), metavar="NAME", help=text)
+    default = cli.PerDevice("resnet50", "mobilenet_v3_small")
+    add("--model", default=default, metavar="NAME", help=text)
     text = "batch size per rank (default: %(default)s)"
-    add("--batch-size", type=positive_int, default=cli.By(32, 8), metavar="N", help=text)
+    add("--batch-size", type=positive_int, default=cli.PerDevice(32, 8), metavar="N", help=text)
     text = "width and height of images after the crop (default: %(default)s)"
-    add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=text)
+    add("--image-size", type=positive_int, default=cli.PerDevice(224, 64), metavar="PX", help=text)
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
     import torchvision  # takes seconds to import, so not before the first lines of output

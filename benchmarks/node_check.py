@@ -742,7 +742,7 @@ def fraction_per_round(rounds: int) -> float:
 
 def seconds_left(budget: float) -> float:
     """Seconds left of the budget, which began when rank 0 started. A collective call."""
-    return float(broadcast(budget - cli.age_s()))
+    return float(broadcast(budget - cli.process_age_s()))
 
 
 def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:

@@ -424,7 +424,7 @@ def main() -> int:
         title = f"{len(rounds)} rounds, {settings(args, messages)}"
         planned = [(name, 2 * len(pairs) * len(members[0]), key) for name, pairs, key in rounds]
         bench.announce({title: planned})
-        bench.print("\n" + folded(title, bench.room))
+        bench.print("\n" + folded(title, bench.max_width))
         links: list[Link] = []  # on rank 0
         parts: dict[int | None, Case] = {}  # of the report -> a case that was measured in that part
         for name, pairs, key in rounds:
@@ -441,7 +441,7 @@ def main() -> int:
             of_nodes, of_ranks = node_names(environment), rank_names(environment)
             of_members = of_nodes if args.by == "node" else of_ranks
             names = {"node": of_nodes, "rank": of_ranks, "link": of_members}
-            bench.print(tables(links, of_members, args.by, bench.room))
+            bench.print(tables(links, of_members, args.by, bench.max_width))
             node_of_member = [nodes[ranks[0]] for ranks in members]
             if len(parts) > 1:  # a median over all links would mix two runs
                 times = cli.cut([bench.mark(case) or "now" for case in parts.values()])

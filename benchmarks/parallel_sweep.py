@@ -114,7 +114,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     meshes = "meshes to measure (default with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)"
     add("--mesh", type=cli.list_of(parse_mesh), help=meshes)
-    models = cli.By("decoder-124m", "decoder-nano")
+    models = cli.PerDevice("decoder-124m", "decoder-nano")
     decoder = "transformer to train (default: %(default)s)"
     add("--model", choices=list(DECODERS), default=models, help=decoder)
     dtype = "dtype of weights, gradients and optimizer state (default: %(default)s)"

@@ -51,7 +51,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.cli import By, Parser, add_common_flags, checked, cut, list_of, number, refuse
+from common.cli import Parser, PerDevice, add_common_flags, checked, cut, list_of, number, refuse
 
 cli.report_missing_packages()
 
@@ -105,15 +105,19 @@ TOLERANCE = 1e-4
 COUNT, SEED = number(int, 1), number(int)
 PERCENTAGE = checked(int, lambda n: 0 <= n <= 100, "a whole number from 0 to 100")
 SETTINGS = {  # by flag: type, default, help
-    "num_embeddings": (COUNT, By(1024, 256), "rows of the embedding"),
-    "embedding_dim": (COUNT, By(1024, 256), "columns of the embedding"),
-    "dense_layers": (COUNT, By(8, 4), "number of linear layers after the embedding"),
-    "dense_size": (COUNT, By(1024, 256), "features of each linear layer, and number of classes"),
+    "num_embeddings": (COUNT, PerDevice(1024, 256), "rows of the embedding"),
+    "embedding_dim": (COUNT, PerDevice(1024, 256), "columns of the embedding"),
+    "dense_layers": (COUNT, PerDevice(8, 4), "number of linear layers after the embedding"),
+    "dense_size": (
+        COUNT,
+        PerDevice(1024, 256),
+        "features of each linear layer, and number of classes",
+    ),
     "sample_count": (COUNT, 1024, "samples per epoch"),
-    "sample_length": (COUNT, By(1024, 16), "rows looked up per sample"),
+    "sample_length": (COUNT, PerDevice(1024, 16), "rows looked up per sample"),
     "sparsity_percentage": (PERCENTAGE, 20, "percentage of rows that are never looked up"),
-    "batch_size": (COUNT, By(32, 8), "samples per trainer and step"),
-    "bucket_size": (number(float, 0, above=True), By(25, 0.25), "bucket_cap_mb of DDP"),
+    "batch_size": (COUNT, PerDevice(32, 8), "samples per trainer and step"),
+    "bucket_size": (number(float, 0, above=True), PerDevice(25, 0.25), "bucket_cap_mb of DDP"),
     "torch_seed": (SEED, 0, "seed of the model, and of the data of CPU trainers"),
     "cuda_seed": (SEED, 0, "seed of the data of CUDA trainers"),
 }
@@ -163,7 +167,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=COUNT, metavar="N", help=text)
     add_rpc_flags(parser, stragglers=True)
     multi = "multi (nccl, and gloo for the sparse buckets of hybrid; same as nccl)"
-    add_common_flags(parser, backends=f"gloo, nccl, {multi}, ucc or mpi")
+    add_common_flags(parser, backends=f"gloo, nccl, {multi}, ucc, mpi")
     args = parser.parse_args(argv)
     if args.dense_embedding and {"hybrid", "sparse_rpc"} & set(args.routes):
         text = "no bucket is sparse, but hybrid and sparse_rpc require one"
@@ -681,7 +685,7 @@ def main() -> int:
         for role in ("trainers", "servers"):
             cases_of_role = [case for case in table.passed if role in case.metrics]
             if cases_of_role:
-                most = None if bench.room is None else MAX_WORKERS
+                most = None if bench.max_width is None else MAX_WORKERS
                 columns, shown, left_out = phase_table(role, cases_of_role, most)
                 bench.print_table(columns, shown, omitted_rows=left_out)
     return bench.status

@@ -694,7 +694,7 @@ def main() -> int:
     args = parse_args()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    room = None if args.wide else terminal_width()
+    max_width = None if args.wide else terminal_width()
     files = [cli.take_stdout()] if args.json == "-" else []
     report = Report("traffic", environment(args), args.json, files=files)
     try:
@@ -714,15 +714,15 @@ def main() -> int:
         report.add(case_of(key, title, alone, swept))
     simulated = [case for case in report.cases if not case.failed]
     axes = axes_of(simulated)
-    print(render(columns_of(axes, bool(alone)), simulated, room), end="\n\n")
+    print(render(columns_of(axes, bool(alone)), simulated, max_width), end="\n\n")
     for case in report.cases:
         if case.failed:
-            print(folded(f"{case.name}: {case.check}", room))
+            print(folded(f"{case.name}: {case.check}", max_width))
         for axis in axes:
             if f"{axis}_ranks" in case.metrics:
-                print(folded(axis_line(case, axis), room))
+                print(folded(axis_line(case, axis), max_width))
         for line in lines_of_times(case):
-            print(folded(line, room))
+            print(folded(line, max_width))
     for line in report_lines(report.path, replaced):
         print(f"# {line}")
     sentences = [find(simulated) for find in (answer, answer_in_seconds, answer_off)]
@@ -730,7 +730,7 @@ def main() -> int:
     if answers:
         print()
     for sentence in answers:
-        print(folded(sentence, room))
+        print(folded(sentence, max_width))
     lacks = [case for case in simulated if alone and "communication_s" not in case.metrics]
     status = "complete" if len(simulated) == len(keys) and not lacks else "failed"
     report.finish(status, answer=answers)
@@ -738,4 +738,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.leave(main())
+    cli.fast_exit(main())

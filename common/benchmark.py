@@ -23,16 +23,16 @@ from common.cli import (
     ROOT,
     TOKEN,
     TURN,
-    age_s,
-    complain,
     describe,
     duration,
-    end,
+    exit_now,
+    fast_exit,
     is_rank_0,
-    leave,
+    print_error,
+    process_age_s,
     refuse,
     take_stdout,
-    tell_torchrun,
+    write_error_file,
 )
 from common.contents import of_run
 from common.cpu_load import BUSY, CpuLoad, Others
@@ -129,7 +129,7 @@ class Benchmark:
         rank, on_node, _, _ = world()
         self.is_first = rank == 0
         # maximum width of a table in characters; None for no limit
-        self.room = terminal_width() if self.is_first and not args.wide else None
+        self.max_width = terminal_width() if self.is_first and not args.wide else None
         turns = turn_pipes()
         variables = environment.user_variables()  # before `join` sets others
         contents = of_run(sys.argv[0], own_modules(args))
@@ -294,7 +294,7 @@ class Benchmark:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
             if gpu_is_lost(self.job.device):
-                end(1, f"{error}: this process can no longer use its GPU")
+                exit_now(1, f"{error}: this process can no longer use its GPU")
         # after the except block, whose traceback referenced the model and its group
         if error:
             self.watchdog.group = group = None
@@ -381,9 +381,9 @@ class Benchmark:
         the sentence that answers the script's question. table: a Table of another layout.
         """
         self.title, self.table = title, table or Table(columns)
-        self.table.room = self.room
-        self.table.make_room(self.names.get(title, []))
-        self.print(f"\n{folded(title, self.room, '')}\n")
+        self.table.max_width = self.max_width
+        self.table.reserve_width(self.names.get(title, []))
+        self.print(f"\n{folded(title, self.max_width, '')}\n")
         yield self.table
         for line in omitted(len(self.table.columns) - self.table.count):
             self.print(line)
@@ -402,11 +402,11 @@ class Benchmark:
 
         omitted_rows: rows that the caller left out because stdout is a terminal, e.g. `3 trainers`.
         """
-        above = [folded(title, self.room, ""), ""] if title else []
+        above = [folded(title, self.max_width, ""), ""] if title else []
         if any(self.mark(case) for case in cases):
             first, *others = columns.items()
             columns = dict([first, ("measured", lambda case: self.mark(case) or "now"), *others])
-        self.print("\n".join(["", *above, render(columns, cases, self.room, omitted_rows)]))
+        self.print("\n".join(["", *above, render(columns, cases, self.max_width, omitted_rows)]))
 
     def conclude(self, sentences: Sequence[str], case: Case | None = None) -> None:
         """Add sentences that answer the script's question, for scripts without `begin_table`. Call
@@ -424,11 +424,11 @@ class Benchmark:
         """Print the row of a case and the lines of the observers."""
         if case and self.table:
             for row in self.table.rows_of(case):
-                self.print(marked(self.table.row(row), self.mark(case), self.room))
+                self.print(marked(self.table.row(row), self.mark(case), self.max_width))
         elif case and self.mark(case):  # a script without begin_table, such as p2p_matrix.py
             self.print(f"# {case.name}: measured {self.mark(case)}")
         for line in lines:
-            self.print(folded(line, self.room))
+            self.print(folded(line, self.max_width))
         return case
 
     def mark(self, case: Case) -> str:
@@ -446,13 +446,13 @@ class Benchmark:
         except OSError as error:
             kept = f"; {self.args.json} has the finished cases" if self.args.json else ""
             self.watchdog.stop()
-            end(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
+            exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
         """Make the run end with this status although its cases passed. Only the first reason is
         kept. Call it on rank 0."""
         self.failure = self.failure or (status, reason)
-        complain(f"error: {reason}")
+        print_error(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
         """End the run, by default because of a user's mistake that only the joined job can detect.
@@ -471,7 +471,7 @@ class Benchmark:
             return
         self.finish()
         self.leave_job()
-        atexit.register(leave, self.status)
+        atexit.register(fast_exit, self.status)
 
     def leave_job(self) -> None:
         """Close all groups. Errors are ignored, because all results are already written."""
@@ -500,20 +500,20 @@ class Benchmark:
         remarks: list[str] = []
         for observer in self.observers:
             remarks += guarded(observer, observer.end, last_line)
-        lines = [folded(remark, self.room) for remark in remarks]
+        lines = [folded(remark, self.max_width) for remark in remarks]
         # commands are not wrapped, so that they can be copied
         path = self.report.path
         if path and path != "-" and not os.path.exists(path):
             self.fail(f"--json {path}: the report was removed during the run")
             path = None
         lines += [f"# {line}" for line in [*self.commands, *report_lines(path, self.replaced)]]
-        lines.append(f"# elapsed {duration(age_s())}")
+        lines.append(f"# elapsed {duration(process_age_s())}")
         self.print("\n" + "\n".join(lines))
         loads = self.load_of_others()
         others = others_text(self.report.environment["hosts"], loads) if loads else LOAD_UNKNOWN
         answers = [with_cause(sentence, others) for sentence in self.answers]
         if answers:
-            self.print("\n" + "\n".join(folded(sentence, self.room) for sentence in answers))
+            self.print("\n" + "\n".join(folded(sentence, self.max_width) for sentence in answers))
             last_line["answer"] = answers
         status, reason = self.failure or (0, "")
         cases = self.report.cases
@@ -525,10 +525,10 @@ class Benchmark:
             self.report.finish("failed" if status == 1 else "complete", **last_line)
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
-            complain(f"error: {reason}")
+            print_error(f"error: {reason}")
         self.status, reason = broadcast((status, reason))
         if self.status:
-            tell_torchrun(reason)
+            write_error_file(reason)
 
 
 def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> list[str]:
@@ -562,13 +562,13 @@ def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
     return not case.failed and not (case.check == UNCHECKED and getattr(args, "check", False))
 
 
-def marked(row: str, mark: str, room: int | None) -> str:
+def marked(row: str, mark: str, max_width: int | None) -> str:
     """A row with a mark appended, or on the next line if the row becomes too long."""
     if not mark:
         return row
     text = row.rstrip("\n")
     *_, last = text.splitlines()
-    fits = room is None or len(f"{last}  # {mark}") <= room
+    fits = max_width is None or len(f"{last}  # {mark}") <= max_width
     return text + (f"  # {mark}" if fits else f"\n# ^ {mark}") + row[len(text) :]
 
 
@@ -585,14 +585,14 @@ def with_cause(sentence: str, others: str) -> str:
     return f'implausible: "{sentence}"; {others or "no load by other processes explains it"}'
 
 
-def folded(text: str, room: int | None, mark: str = "# ") -> str:
+def folded(text: str, max_width: int | None, mark: str = "# ") -> str:
     """Wrap a text, with a mark at the start of each line.
 
-    room: maximum line width in characters; None to keep the lines as they are.
+    max_width: maximum line width in characters; None to keep the lines as they are.
     """
-    if room is None:
+    if max_width is None:
         return "\n".join(mark + line for line in text.splitlines())
-    wrapper = textwrap.TextWrapper(room, initial_indent=mark, subsequent_indent=f"{mark}  ")
+    wrapper = textwrap.TextWrapper(max_width, initial_indent=mark, subsequent_indent=f"{mark}  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False  # keep names intact
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 

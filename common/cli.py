@@ -26,12 +26,12 @@ TOKEN = b"."  # sent through these pipes to pass the turn on
 VERSION = "0.1.0"  # as in CHANGELOG.md
 HANG = 3  # exit status of a run that hung
 NO_VERDICT = 4  # exit status of a run that lacks the evidence for a verdict
-MOST = 1e9  # upper limit of numbers in flags: larger ones are typos, and overflow somewhere
+MAX_NUMBER = 1e9  # upper limit of numbers in flags: larger ones are typos, and overflow somewhere
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 GENERATOR = "torchrun-bench"  # in the metadata of each page and picture
-AT_AN_END = 2**14  # bytes at the start and at the end of a file that are searched for GENERATOR
+SEARCHED_BYTES = 2**14  # at the start and at the end of a file, to find GENERATOR
 # Flags that launchers accept, or that scripts accepted before torchrun existed
-OF_LAUNCHERS = dict.fromkeys(
+LAUNCHER_FLAGS = dict.fromkeys(
     (
         *("--nnodes", "--node-rank", "--nproc-per-node", "--standalone", "--rank", "--local-rank"),
         *("--master-addr", "--master-port", "--world-size", "--filestore"),
@@ -46,21 +46,21 @@ LAUNCHERS = (  # a variable of each launcher that starts all ranks with the same
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def refuse(message: str, status: int = 2, speaks: bool | None = None) -> NoReturn:
+def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoReturn:
     """End the run because of a user's mistake: rank 0 prints one line on stderr.
 
-    status: exit status. speaks: whether this process prints the line; by default only rank 0 does.
+    status: exit status. prints: whether this process prints the line; by default only rank 0 does.
     """
     line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
-    tell_torchrun(line)
-    if is_rank_0() if speaks is None else speaks:
-        complain(line)
+    write_error_file(line)
+    if is_rank_0() if prints is None else prints:
+        print_error(line)
     else:
         # If this rank ended first, the launcher would kill rank 0 before rank 0 has printed the
         # line. There is no store yet to wait in. Once rank 0 ends, the launcher ends this rank.
         time.sleep(10)
         if not any(name in os.environ for name in LAUNCHERS):  # each rank has its own command line
-            complain(line)
+            print_error(line)
     sys.exit(status)
 
 
@@ -70,7 +70,7 @@ def is_rank_0() -> bool:
     return not rank.isdigit() or int(rank) == 0
 
 
-def tell_torchrun(reason: str, error_file: str | None = None) -> None:
+def write_error_file(reason: str, error_file: str | None = None) -> None:
     """Make torchrun print why this rank ends with a status other than 0, at the end of the summary
     that follows the output of the ranks.
 
@@ -106,7 +106,7 @@ def name_missing_package(
     sys.__excepthook__(kind, error, trace)
 
 
-def complain(line: str) -> None:
+def print_error(line: str) -> None:
     """Print a line on stderr, unless stderr can no longer be written."""
     try:
         print(line, file=sys.stderr, flush=True)
@@ -138,14 +138,14 @@ def take_stdout() -> IO[bytes]:
     return stream
 
 
-def end(status: int, reason: str, say: bool = True) -> NoReturn:
-    """End this process immediately, from any thread. say: whether to print the reason."""
-    tell_torchrun(reason)
-    write(reason if say else "")
+def exit_now(status: int, reason: str, prints: bool = True) -> NoReturn:
+    """End this process immediately, from any thread. prints: whether it prints the reason."""
+    write_error_file(reason)
+    write(reason if prints else "")
     os._exit(status)
 
 
-def leave(status: int) -> None:
+def fast_exit(status: int) -> None:
     """atexit function that ends this process without deallocating its objects.
 
     Python takes a second of CPU time to tear down torch's modules, and 10 s on busy cores, while
@@ -153,7 +153,7 @@ def leave(status: int) -> None:
     """
     if hasattr(sys, "last_type"):  # an exception, already printed, ends the process
         return
-    atexit.unregister(leave)
+    atexit.unregister(fast_exit)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ class ShowVersion(argparse.Action):
 
 
 @dataclass(frozen=True)
-class By:
+class PerDevice:
     """A default that depends on the device. `Parser.parse_args` replaces it with its value."""
 
     cuda: Any
@@ -248,7 +248,7 @@ class Parser(argparse.ArgumentParser):
         reserve_streams()
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
-        self.gone = OF_LAUNCHERS | dict(gone or {})
+        self.gone = LAUNCHER_FLAGS | dict(gone or {})
         self.measures = False  # True once add_common_flags has been called
         text = "print the version of these scripts and exit"
         self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
@@ -274,7 +274,7 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             self.error(f"unknown argument '{name}'{suggest(name, flags)}")
         for name, value in vars(parsed).items():
-            if isinstance(value, By):
+            if isinstance(value, PerDevice):
                 setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)
         if self.measures and args is None:  # the command line of this process
             for flag in () if parsed.dry_run else OUTPUTS:
@@ -320,7 +320,7 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
             if choices and value not in choices:
                 names = ", ".join(map(str, choices))
                 near = suggest(str(value), map(str, choices))
-                wrong(f"one or more of {names}", repr(word), near.removeprefix("; "))
+                raise_invalid(f"one or more of {names}", repr(word), near.removeprefix("; "))
             if value not in values:
                 values.append(value)
         return values
@@ -341,17 +341,19 @@ def checked(
         with contextlib.suppress(ValueError):
             if valid(value := convert(text)):
                 return value
-        wrong(expected, repr(text), example)
+        raise_invalid(expected, repr(text), example)
 
     return parse
 
 
 def number(kind: type[int] | type[float], minimum: float = 0, above: bool = False) -> Any:
-    """Type of a flag with a number from `minimum` (exclusive if `above`) to MOST."""
+    """Type of a flag with a number from `minimum` (exclusive if `above`) to MAX_NUMBER."""
     noun = "a whole number" if kind is int else "a number"
     limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
     lowest = math.nextafter(minimum, math.inf) if above else minimum
-    return checked(kind, lambda x: lowest <= x <= MOST, f"{noun} {limit}", f"at most {MOST:,.0f}")
+    return checked(
+        kind, lambda x: lowest <= x <= MAX_NUMBER, f"{noun} {limit}", f"at most {MAX_NUMBER:,.0f}"
+    )
 
 
 def to_bytes(text: str) -> int:
@@ -387,7 +389,7 @@ def show_size(count: float) -> str:
     return f"{count:g}"
 
 
-def age_s() -> float:
+def process_age_s() -> float:
     """Seconds since this process started, independent of changes to the wall clock."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started = int(fields[19])  # field 22, starttime, in clock ticks since boot
@@ -404,7 +406,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def wrong(expected: str, got: str, example: str = "") -> NoReturn:
+def raise_invalid(expected: str, got: str, example: str = "") -> NoReturn:
     """Raise the error for an invalid value, from within the type of a flag."""
     message = f"expected {expected}, got {got}"
     raise argparse.ArgumentTypeError(f"{message}; {example}" if example else message)
@@ -415,17 +417,19 @@ def add_common_flags(
     min_iters: int = 20,
     max_seconds: float = 5,
     timeout: float = 300,
-    backends: str = "gloo, nccl, ucc or mpi",
+    backends: str = "gloo, nccl, ucc, mpi",
 ) -> None:
     """Add the flags of all measuring scripts. -w, -J, --output-file and -T are those of nccl-tests.
 
-    min_iters, max_seconds, timeout: defaults of their flags. backends: for the help of --backend.
+    min_iters, max_seconds, timeout: defaults of their flags. backends: those that the help of
+    --backend lists first.
     """
     parser.measures = True
     add = parser.add_argument_group("flags of all scripts").add_argument
     devices = "device to run on (default: auto, which is CUDA if torch finds a GPU)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
-    backends = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
+    backends = f"{backends}; with newer versions of torch also nccl-legacy, nccl2, nccl-lazy "
+    backends += "(default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
     add(*names, dest="backend", type=str.lower, metavar="NAME", help=backends)
     warm = "warm up each step with N untimed iterations, at least 1 (default: 5 or more, until its "
@@ -486,8 +490,8 @@ def refuse_foreign(path: str) -> None:
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         ends = bytearray()
-        for start in (0, max(0, size - AT_AN_END)):
+        for start in (0, max(0, size - SEARCHED_BYTES)):
             file.seek(start)
-            ends += file.read(AT_AN_END)
+            ends += file.read(SEARCHED_BYTES)
     if size and GENERATOR.encode() not in ends:
         raise ValueError(f"{path} exists and was not written by {GENERATOR}; give another path")

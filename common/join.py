@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, ROOT, cut, end, refuse, suggest
+from common.cli import HANG, ROOT, cut, exit_now, refuse, suggest
 from common.groups import NO_TIMEOUT, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
@@ -63,7 +63,7 @@ def join(
     limit, least = raise_file_limit(64 + 16 * world_size), LEAST_FILES + 2 * world_size
     if limit < least:
         needs = f"a rank needs {least} open files or more, but the limit on {socket.gethostname()}"
-        refuse(f"{needs} is {limit}; try ulimit -n {64 + 16 * world_size}", speaks=True)
+        refuse(f"{needs} is {limit}; try ulimit -n {64 + 16 * world_size}", prints=True)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
@@ -118,7 +118,7 @@ def refuse_interface() -> NoReturn:
     known = sorted({*psutil.net_if_addrs()} - {name})
     expected = f"expected an interface with an address, e.g. {cut(known) or 'lo'}, got {name!r}"
     line = f"GLOO_SOCKET_IFNAME on {socket.gethostname()}: {expected}"
-    refuse(line + suggest(name, known), speaks=True)
+    refuse(line + suggest(name, known), prints=True)
 
 
 def choose_device(wanted: str, on_node: int) -> torch.device:
@@ -204,7 +204,7 @@ def refuse_worlds_of_one() -> None:
     if "RANK" not in os.environ and of_torchrun != ["1", "1"]:
         # Kubeflow Trainer sets them in each pod (kubeflow/trainer#3930), which has its own log
         sets = "PET_NNODES={} and PET_NPROC_PER_NODE={} configure torchrun".format(*of_torchrun)
-        refuse(f"{sets}, but python was started; start torchrun with this script", speaks=True)
+        refuse(f"{sets}, but python was started; start torchrun with this script", prints=True)
     launchers = read_launchers()
     ranks = ["RANK", *(rank for rank, _ in launchers)]
     for _, size in launchers:
@@ -216,7 +216,7 @@ def refuse_worlds_of_one() -> None:
             "launch/slurm_torchrun.sbatch (torchrun on each node), "
             "launch/slurm_srun.sbatch (a task per rank) or "
             "launch/mpi_env.sh (mpirun, mpiexec, flux)",
-            speaks=all(os.environ.get(rank, "0") == "0" for rank in ranks),
+            prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
         )
 
 
@@ -245,7 +245,7 @@ def refuse_variable(name: str, expected: str, text: str | None) -> NoReturn:
     line."""
     got = "but it is not set" if text is None else f"got {text!r}"
     line = f"{name} on {socket.gethostname()}: expected {expected}, {got}; {BY_HAND}"
-    refuse(line, speaks=True)
+    refuse(line, prints=True)
 
 
 def raise_file_limit(wanted: int) -> int:
@@ -302,7 +302,7 @@ def connect_to_store(
             refuse_variable("MASTER_PORT", f"a free port ({why})", str(port))
         name = "rank 0 on loopback" if on_loopback else "MASTER_ADDR"
         unreached = f"{socket.gethostname()} cannot reach {name} {address}:{port}: {reason}"
-        end(HANG, unreached, say=local_rank() == 0)
+        exit_now(HANG, unreached, prints=local_rank() == 0)
 
 
 def meet(
@@ -334,11 +334,11 @@ def meet(
         if not wait_for(store, signs, until):
             missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
             hint = "" if has_local_variables() else f"; on several hosts {ADVICE}"
-            end(HANG, f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
+            exit_now(HANG, f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
         store.set("all here", mismatch(rows_of(store, world_size)) or "")
     try:
         if not wait_for(store, ["all here"], until + 10):  # rank 0 reports first
-            end(HANG, f"HANG: not all ranks arrived within {timeout_s:g} s", say=False)
+            exit_now(HANG, f"HANG: not all ranks arrived within {timeout_s:g} s", prints=False)
         if problem := store.get("all here").decode():
             if rank == 0:  # it may serve the store, which the other ranks poll every 0.05 s
                 time.sleep(1)
@@ -346,7 +346,7 @@ def meet(
     except RuntimeError:  # rank 0 has ended, and the store with it
         port = os.environ["MASTER_PORT"]
         lost = f"{here} lost rank 0 at {address}:{port} before all ranks had arrived"
-        end(HANG, lost, say=local_rank() == 0)
+        exit_now(HANG, lost, prints=local_rank() == 0)
     return store, dist.PrefixStore(prefix, second_tcp)
 
 

@@ -12,22 +12,22 @@ Columns = dict[str, Callable[[Case], str]]  # header of a column -> function fro
 
 
 def render(
-    columns: Columns, cases: Sequence[Case], room: int | None = None, omitted_rows: str = ""
+    columns: Columns, cases: Sequence[Case], max_width: int | None = None, omitted_rows: str = ""
 ) -> str:
     """The cases as a table, one row per case, with as many of the first columns as fit. A line
     below it counts columns and rows that were left out.
 
-    room: maximum line width in characters; None for no limit. omitted_rows: rows that the caller
-    left out, e.g. `3 trainers`.
+    max_width: maximum line width in characters; None for no limit. omitted_rows: rows that the
+    caller left out, e.g. `3 trainers`.
     """
-    text, omitted_columns = fitted(columns, cases, room)
+    text, omitted_columns = fitted(columns, cases, max_width)
     return "\n".join([text, *omitted(omitted_columns, omitted_rows)])
 
 
-def fitted(columns: Columns, cases: Sequence[Case], room: int | None) -> tuple[str, int]:
+def fitted(columns: Columns, cases: Sequence[Case], max_width: int | None) -> tuple[str, int]:
     """`render` without the line below the table, and the number of columns that do not fit."""
     rows = [cells_of(columns, case) for case in cases]
-    count = columns_that_fit(list(columns), rows, room)
+    count = columns_that_fit(list(columns), rows, max_width)
     return layout(list(columns)[:count], [row[:count] for row in rows]), len(columns) - count
 
 
@@ -39,12 +39,14 @@ def omitted(columns: int, rows: str = "") -> list[str]:
     return [f"# not shown: {', '.join(parts)}; --wide prints all"] if parts else []
 
 
-def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], room: int | None) -> int:
-    """How many of the first columns fit into `room` characters; at least 1."""
+def columns_that_fit(
+    headers: list[str], rows: Sequence[Sequence[str]], max_width: int | None
+) -> int:
+    """How many of the first columns fit into `max_width` characters; at least 1."""
     count = len(headers)
-    while room is not None and count > 1:
+    while max_width is not None and count > 1:
         lines = layout(headers[:count], [row[:count] for row in rows]).splitlines()
-        if max(map(len, lines)) <= room:
+        if max(map(len, lines)) <= max_width:
             break
         count -= 1
     return count
@@ -64,10 +66,10 @@ class Table:
         self.cases: list[Case] = []
         usual = [getattr(column, "usual", "0.0000") for column in columns.values()]
         self.widest = [*widest, *usual[len(widest) :]]
-        self.room: int | None = None  # maximum line width in characters; None for no limit
+        self.max_width: int | None = None  # maximum line width in characters; None for no limit
         self.count = len(columns)  # number of columns shown
 
-    def make_room(self, names: Iterable[str]) -> None:
+    def reserve_width(self, names: Iterable[str]) -> None:
         """Make the first column wide enough for these names."""
         if self.widest:
             self.widest[0] = max([self.widest[0], *names], key=len)
@@ -91,7 +93,7 @@ class Table:
         if case.failed:
             cells = [cells[0]] + [""] * (len(cells) - 1)
         self.widest = [max(pair, key=len) for pair in zip(self.widest, cells, strict=True)]
-        count = columns_that_fit(headers[: self.count], [self.widest[: self.count]], self.room)
+        count = columns_that_fit(headers[: self.count], [self.widest[: self.count]], self.max_width)
         above = [""] if self.cases else []
         # The row `widest` sets the column widths. It is laid out with each case and not printed.
         rows = [self.widest[:count], cells[:count]]

@@ -29,7 +29,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, end, tell_torchrun, write
+from common.cli import HANG, exit_now, write, write_error_file
 from common.groups import Group, Job, abort_group, end_on_lost_peer
 from common.report import Report
 
@@ -142,7 +142,7 @@ class Watchdog:
                 self._abort_failed(changed)
             except RuntimeError:  # the store is gone: its host has died, or the run has ended
                 if not self.stopped.wait(10):
-                    end(1, f"{self.where}: the rendezvous store is gone")
+                    exit_now(1, f"{self.where}: the rendezvous store is gone")
 
     def _check_store(self) -> None:
         """End this process if the store stops answering. It is then cut off from the other ranks,
@@ -156,7 +156,7 @@ class Watchdog:
                 faulthandler.dump_traceback(all_threads=True)
                 reason = f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous "
                 reason += f"store has not answered for {silent_s:g} s; {self.where}"
-                end(HANG, reason, say=self.job.local_rank == 0)
+                exit_now(HANG, reason, prints=self.job.local_rank == 0)
 
     def _abort_failed(self, changed: bool) -> None:
         """Abort the groups of a case that has failed, and at later polls those created since."""
@@ -192,7 +192,7 @@ class Watchdog:
             last = f"last collective {text}, number {number} of group {group}"
             write(f"{self.where}; {last}\n{stack}")
         self._kill_silent(silent, reason)
-        end(HANG, reason, say=False)
+        exit_now(HANG, reason, prints=False)
 
     def _kill_silent(self, silent: list[State], reason: str) -> None:
         """End the silent ranks that this rank's launcher started on this host.
@@ -202,7 +202,7 @@ class Watchdog:
         for state in silent:
             if state["host"] == socket.gethostname() and self._is_sibling(state["pid"]):
                 if is_error_file(state["error_file"], os.environ.get("TORCHELASTIC_ERROR_FILE")):
-                    tell_torchrun(reason, state["error_file"])
+                    write_error_file(reason, state["error_file"])
                 print_stacks_and_kill(state["pid"])
 
     def _is_sibling(self, pid: Any) -> bool:
@@ -250,7 +250,7 @@ class Watchdog:
             line = f"{signal.Signals(number).name}: ended after {count} case{'s' * (count != 1)}"
             if path not in (None, "-"):
                 line += f", saved in {path}; use --resume to continue"
-            end(128 + number, line, say=self.job.rank == 0)
+            exit_now(128 + number, line, prints=self.job.rank == 0)
 
         threading.Thread(target=wait, name="signals", daemon=True).start()
 

@@ -51,7 +51,7 @@ def run_script(script: str, *flags: str) -> None:
             raise
     finally:
         if cli := sys.modules.get("common.cli"):
-            atexit.unregister(cli.leave)  # the agent waits for the return value of this function
+            atexit.unregister(cli.fast_exit)  # the agent waits for this function to return
         atexit._run_exitfuncs()  # children of multiprocessing skip them
         if sys.stdout:
             sys.stdout.flush()

@@ -10,7 +10,7 @@ import numpy as np
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.workloads.decoder import DECODERS
-from common.cli import wrong
+from common.cli import raise_invalid
 from common.environment import count_of
 from common.groups import Group, Job, barrier_before_new_group, connect
 
@@ -84,7 +84,7 @@ def parse_mesh(name: str) -> Mesh:
     factors = FACTOR.findall(product)
     different_axes = {axis for axis, _, _ in factors}
     if not PRODUCT.fullmatch(product) or len(different_axes) < len(factors):
-        wrong("a mesh", repr(name), "e.g. dp8, dp2x4, ddp8, dp4tp2, dp2pp4:1f1b")
+        raise_invalid("a mesh", repr(name), "e.g. dp8, dp2x4, ddp8, dp4tp2, dp2pp4:1f1b")
     fields: dict[str, Any] = {"ddp": product.startswith("ddp")}
     for axis, count, shards in factors:
         fields[axis] = int(count)
@@ -99,7 +99,7 @@ def parse_mesh(name: str) -> Mesh:
         is_known = suffix == "" or fields["ring"]
     if not is_known:
         names = ", ".join(SCHEDULES)
-        wrong(f"{names} after a pipeline", repr(name), "e.g. pp4:1f1b or cp4:ring")
+        raise_invalid(f"{names} after a pipeline", repr(name), "e.g. pp4:1f1b or cp4:ring")
     return Mesh(name, **fields)
 
 

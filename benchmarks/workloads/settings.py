@@ -111,7 +111,7 @@ class SettingsTable(Table):
         super().__init__(columns, [max(labels, key=len)])
         self.split = split
 
-    def make_room(self, names: Iterable[str]) -> None:
+    def reserve_width(self, names: Iterable[str]) -> None:
         """The first column is as wide as the longest label; a case's own name has no row."""
 
     def rows_of(self, case: Case) -> list[Case]:

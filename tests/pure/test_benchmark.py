@@ -120,7 +120,7 @@ def resumed(tmp_path: Path) -> Any:
     before.start()
     before.add(Case(key={"n": 1}, name="a", ranks=[0], metrics={"step_s": 3.0}))
     before.files[-1].close()
-    bench: Any = Mock(report=Report("x", {"hosts": ["node2"]}, path), room=None, answers=[])
+    bench: Any = Mock(report=Report("x", {"hosts": ["node2"]}, path), max_width=None, answers=[])
     bench.names = {"Title": ["a", "b"]}
     bench.printed = []
     bench.print = bench.printed.append

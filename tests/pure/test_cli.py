@@ -97,7 +97,7 @@ class Held:
     def __del__(self): print("freed")
 held = Held()
 atexit.register(print, "done")
-atexit.register(cli.leave, 3)
+atexit.register(cli.fast_exit, 3)
 """
 
 
@@ -136,7 +136,7 @@ def test_the_flags_of_a_script(path: Path, capsys: Any, monkeypatch: Any) -> Non
     }
     for flag in flags - theirs:
         assert len([name for name in theirs if name.startswith(flag)]) < 2, flag
-    gone = cli.OF_LAUNCHERS | getattr(script, "GONE", {})
+    gone = cli.LAUNCHER_FLAGS | getattr(script, "GONE", {})
     assert set(re.findall(r"--[a-z-]+", " ".join(gone.values()))) - theirs <= flags
 
 
@@ -229,12 +229,12 @@ def test_the_version_and_the_first_lines(rank: str, monkeypatch: Any, capsys: An
 def test_the_age_of_a_process_does_not_follow_the_wall_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    youngest = cli.age_s()
+    youngest = cli.process_age_s()
     age = time.time() - psutil.Process().create_time()  # whole seconds since boot
-    assert youngest - 2 < age < cli.age_s() + 2
+    assert youngest - 2 < age < cli.process_age_s() + 2
     day = time.time() - 86400
     monkeypatch.setattr("time.time", lambda: day)
-    assert cli.age_s() >= youngest
+    assert cli.process_age_s() >= youngest
 
 
 @pytest.mark.parametrize(("launcher", "speaks"), [("TORCHELASTIC_RUN_ID", False), (None, True)])

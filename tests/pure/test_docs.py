@@ -76,7 +76,7 @@ def test_readme_shows_its_report() -> None:
     report = load(str(ROOT / "docs" / "results" / "ddp_sweep_cpu_2ranks.jsonl"))
     cases = [case for case in report.cases if case.key["model"] == "mobilenet_v3_small"]
     readme = re.sub(r" +", " ", (ROOT / "README.md").read_text())
-    table, _ = fitted(ddp_sweep.BREAKDOWN, cases, room=80)
+    table, _ = fitted(ddp_sweep.BREAKDOWN, cases, max_width=80)
     for row in table.splitlines()[-len(cases) :]:
         assert re.sub(r" +", " ", row.strip()) in readme
 

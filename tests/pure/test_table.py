@@ -56,7 +56,7 @@ def test_all_rows_are_aligned_with_the_header() -> None:
     names = ["no ddp", "1M/2G 25MB none"]
     columns: Any = {"": lambda case: case.name, "a": metric("a")}
     table = Table(columns)
-    table.make_room(names)
+    table.reserve_width(names)
     lines = []
     for name in names:
         row = Case(key={}, ranks=[0], name=name, metrics={"a": 1.0})
@@ -69,7 +69,7 @@ def test_all_rows_are_aligned_with_the_header() -> None:
 def test_a_row_without_room_repeats_the_header_with_fewer_columns() -> None:
     """Cells are assumed to be 6 wide: four columns need 30. With a cell of 10 they need 34."""
     table = Table(COLUMNS)
-    table.room = 30
+    table.max_width = 30
     table.row(case(**NUMBERS))
     assert table.count == 4
     blank, header, _, row = table.row(case(**NUMBERS | {"bb": 1e6})).splitlines()
@@ -84,7 +84,7 @@ def test_a_row_without_room_repeats_the_header_with_fewer_columns() -> None:
 
 def test_a_row_is_as_narrow_as_the_table() -> None:
     table = Table(COLUMNS)
-    table.room = 22
+    table.max_width = 22
     first = table.row(case(**NUMBERS)).splitlines()
     assert first[0].split() == ["a", "bb", "ccc"]
     assert {len(line) for line in [*first[1:], table.row(case(**NUMBERS))]} == {22}

@@ -228,7 +228,7 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
         ended.append((given, more))
         raise SystemExit
 
-    monkeypatch.setattr(watchdog, "end", end)
+    monkeypatch.setattr(watchdog, "exit_now", end)
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda all_threads: None)
     rank: Any = Mock(timeout_s=30, poll_s=0.5, answers=7, where="rank 2 on b, case 'x', step")
     rank.job.local_rank = 0
