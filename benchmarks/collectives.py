@@ -320,12 +320,8 @@ def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workloa
     """Call the collective on consecutive buffers, out of place and in place. With -G, a step is the
     replay of a graph that contains the calls of a sample."""
     operation = OPERATIONS[key["collective"]]
-    rank, n, part, calls = (
-        dist.get_rank(group.workload),
-        key["group_ranks"],
-        key["count"],
-        key["calls"],
-    )
+    rank, n = dist.get_rank(group.workload), key["group_ranks"]
+    part, calls = key["count"], key["calls"]
     member = Member(group.workload, rank, n, part, key["redop"], max(0, key["root"]))
     torch.cuda.empty_cache()  # NCCL cannot use the memory that torch has cached for smaller sizes
     sent, received = (parts * part for parts in operation.parts(n))

@@ -18,22 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from common import environment
-from common.cli import (
-    ROOT,
-    TOKEN,
-    TURN,
-    describe,
-    duration,
-    exit_now,
-    fast_exit,
-    is_rank_0,
-    print_error,
-    process_age_s,
-    refuse,
-    take_stdout,
-    write_error_file,
-)
+from common import cli, environment
 from common.contents import of_run
 from common.cpu_load import BUSY, CpuLoad, Others
 from common.environment import others_text
@@ -98,7 +83,7 @@ class Observer:
 def load_observers(bench: "Benchmark") -> list[Observer]:
     """An instance of each observer in common/observe/. Nothing else imports that folder."""
     observers = []
-    for path in sorted((ROOT / "common" / "observe").glob("[!_]*.py")):
+    for path in sorted((cli.ROOT / "common" / "observe").glob("[!_]*.py")):
         module = importlib.import_module(f"common.observe.{path.stem}")
         kinds = [kind for kind in Observer.__subclasses__() if kind.__module__ == module.__name__]
         observers += [kind(bench) for kind in kinds]
@@ -132,10 +117,12 @@ class Benchmark:
         self.max_width = terminal_width() if self.is_first and not args.wide else None
         turns = turn_pipes()
         variables = environment.user_variables()  # before `join` sets others
-        contents = of_run(sys.argv[0], own_modules(args))
+        # user-defined models are package.module:function
+        models = [name.partition(":") for name in getattr(args, "models", None) or []]
+        contents = of_run(sys.argv[0], [module for module, colon, _ in models if colon])
         # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
         memory_held = environment.gpu_memory() if on_node == 0 and not turns else {}
-        files = [take_stdout()] if args.json == "-" else []
+        files = [cli.take_stdout()] if args.json == "-" else []
         # not for interleaved commands: this command is idle while the other one measures
         self.records_load = not turns
         self.cpu_load = CpuLoad() if on_node == 0 and not turns else None
@@ -143,9 +130,8 @@ class Benchmark:
         self.groups = GroupCache(self.job)
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
-        measured_on = broadcast(
-            environment.collect(self.job, variables, self.cpu_load, contents, memory_held)
-        )
+        collected = environment.collect(self.job, variables, self.cpu_load, contents, memory_held)
+        measured_on = broadcast(collected)
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
@@ -291,10 +277,10 @@ class Benchmark:
                     group.start_up_s["first_collective"] = connect(group.workload, self.job)
                 result = self.time(key, build(key, group), group, rule)
         except Exception as raised:
-            error = f"{describe(raised)} (rank {self.job.rank})"
+            error = f"{cli.describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
             if gpu_is_lost(self.job.device):
-                exit_now(1, f"{error}: this process can no longer use its GPU")
+                cli.exit_now(1, f"{error}: this process can no longer use its GPU")
         # after the except block, whose traceback referenced the model and its group
         if error:
             self.watchdog.group = group = None
@@ -336,7 +322,7 @@ class Benchmark:
                     lines += guarded(observer, observer.row, case, seen)
                 reason = not_json(case.metrics)
             except Exception as error:
-                reason = describe(error)
+                reason = cli.describe(error)
         if reason:
             case.metrics, case.check = {}, f"failed: {reason}"
             if failed_rank is not None:
@@ -446,13 +432,13 @@ class Benchmark:
         except OSError as error:
             kept = f"; {self.args.json} has the finished cases" if self.args.json else ""
             self.watchdog.stop()
-            exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
+            cli.exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
         """Make the run end with this status although its cases passed. Only the first reason is
         kept. Call it on rank 0."""
         self.failure = self.failure or (status, reason)
-        print_error(f"error: {reason}")
+        cli.print_error(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
         """End the run, by default because of a user's mistake that only the joined job can detect.
@@ -460,7 +446,7 @@ class Benchmark:
         All ranks call it, or only rank 0: the launcher then ends the others.
         """
         self.watchdog.stop()
-        refuse(problem, status)
+        cli.refuse(problem, status)
 
     def __enter__(self) -> "Benchmark":
         return self
@@ -471,7 +457,7 @@ class Benchmark:
             return
         self.finish()
         self.leave_job()
-        atexit.register(fast_exit, self.status)
+        atexit.register(cli.fast_exit, self.status)
 
     def leave_job(self) -> None:
         """Close all groups. Errors are ignored, because all results are already written."""
@@ -507,7 +493,7 @@ class Benchmark:
             self.fail(f"--json {path}: the report was removed during the run")
             path = None
         lines += [f"# {line}" for line in [*self.commands, *report_lines(path, self.replaced)]]
-        lines.append(f"# elapsed {duration(process_age_s())}")
+        lines.append(f"# elapsed {cli.duration(cli.process_age_s())}")
         self.print("\n" + "\n".join(lines))
         loads = self.load_of_others()
         others = others_text(self.report.environment["hosts"], loads) if loads else LOAD_UNKNOWN
@@ -525,10 +511,10 @@ class Benchmark:
             self.report.finish("failed" if status == 1 else "complete", **last_line)
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
-            print_error(f"error: {reason}")
+            cli.print_error(f"error: {reason}")
         self.status, reason = broadcast((status, reason))
         if self.status:
-            write_error_file(reason)
+            cli.write_error_file(reason)
 
 
 def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> list[str]:
@@ -536,7 +522,7 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
     try:
         return call(*given)
     except Exception as error:
-        return [f"{type(observer).__name__}: {describe(error)}"]
+        return [f"{type(observer).__name__}: {cli.describe(error)}"]
 
 
 def report_lines(path: str | None, replaced: str | None) -> list[str]:
@@ -545,15 +531,15 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
         return []
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
     if replaced:
-        before = short(replaced)
+        before = relative_path(replaced)
         lines.append(f"before {before}; {analysis_command('compare.py', before, '--test', path)}")
     return lines
 
 
 def analysis_command(script: str, *words: str) -> str:
     """The command that runs a script of analysis/ from the current folder."""
-    file = str(ROOT / "analysis" / script)
-    return shlex.join(["python", min(short(file), file, key=len), *words])
+    file = str(cli.ROOT / "analysis" / script)
+    return shlex.join(["python", min(relative_path(file), file, key=len), *words])
 
 
 def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
@@ -605,7 +591,7 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
 
 
-def short(path: str) -> str:
+def relative_path(path: str) -> str:
     """The path relative to the working directory; unchanged if that directory was removed."""
     try:
         return os.path.relpath(path)
@@ -613,18 +599,12 @@ def short(path: str) -> str:
         return path
 
 
-def own_modules(args: argparse.Namespace) -> list[str]:
-    """The modules of user-defined models: --model package.module:function."""
-    models = getattr(args, "models", None) or []
-    return list(dict.fromkeys(name.partition(":")[0] for name in models if ":" in name))
-
-
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse combinations of the common flags that are not possible."""
     if args.json == "" or (args.resume and args.json in (None, "-")):
-        refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
+        cli.refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
     if args.profile_ranks and not args.profile:
-        refuse("--profile-ranks requires --profile DIR, e.g. --profile traces")
+        cli.refuse("--profile-ranks requires --profile DIR, e.g. --profile traces")
 
 
 def gpu_is_lost(device: torch.device) -> bool:
@@ -641,11 +621,11 @@ def gpu_is_lost(device: torch.device) -> bool:
 def turn_pipes() -> list[str]:
     """The paths of two named pipes if ab.py --interleave runs this command, otherwise []. Refuses
     any other value of the variable, on rank 0."""
-    text = os.environ.get(TURN, "")
+    text = os.environ.get(cli.TURN, "")
     pipes = text.split(":") if text else []
-    if pipes and is_rank_0() and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
+    if pipes and cli.is_rank_0() and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
         expected = "two named pipes, which ab.py --interleave sets"
-        refuse(f"{TURN}: expected {expected}, got {text!r}; try unset {TURN}")
+        cli.refuse(f"{cli.TURN}: expected {expected}, got {text!r}; try unset {cli.TURN}")
     return pipes
 
 
@@ -657,10 +637,10 @@ def turn_taker(pipes: Sequence[str]) -> Callable[[], None]:
     command.
     """
     my_pipe, other_pipe = map(os.open, pipes, (os.O_RDONLY, os.O_WRONLY))
-    os.read(my_pipe, len(TOKEN))
+    os.read(my_pipe, len(cli.TOKEN))
 
     def pass_on() -> None:
-        os.write(other_pipe, TOKEN)
-        os.read(my_pipe, len(TOKEN))
+        os.write(other_pipe, cli.TOKEN)
+        os.read(my_pipe, len(cli.TOKEN))
 
     return pass_on

@@ -39,10 +39,6 @@ LAUNCHER_FLAGS = dict.fromkeys(
     "torchrun provides it; torchrun's own flags, such as --nproc-per-node 8, precede the script",
 )
 OUTPUTS = ("--json", "--plot", "--exclude-file")  # flags that name a file written by rank 0
-LAUNCHERS = (  # a variable of each launcher that starts all ranks with the same command line
-    *("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    *("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"),
-)
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -59,9 +55,20 @@ def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoRetur
         # If this rank ended first, the launcher would kill rank 0 before rank 0 has printed the
         # line. There is no store yet to wait in. Once rank 0 ends, the launcher ends this rank.
         time.sleep(10)
-        if not any(name in os.environ for name in LAUNCHERS):  # each rank has its own command line
+        launched = ["TORCHELASTIC_RUN_ID", *(rank for rank, _ in read_launchers())]
+        if not any(name in os.environ for name in launched):  # each rank has its own command line
             print_error(line)
     sys.exit(status)
+
+
+def read_launchers() -> list[tuple[str, str]]:
+    """Return for each launcher in launch/launchers.txt its variables of the rank and of the number
+    of tasks; [] if launch/ was not copied along with the scripts."""
+    lines = list[str]()
+    with contextlib.suppress(OSError):
+        lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    return [(rank, size) for _, _, rank, size, *_ in rows]
 
 
 def is_rank_0() -> bool:
@@ -96,7 +103,7 @@ def report_missing_packages() -> None:
 def name_missing_package(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Report a missing package in one line; any other error as Python does."""
+    """Report a missing package in one line, and any other error as Python does."""
     script = Path(sys.argv[0]).resolve()
     path = (ROOT / "analysis" if script.parent.name == "analysis" else ROOT) / "requirements.txt"
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -259,11 +266,14 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
+        """End the process with one line and status 2."""
         refuse(message)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
+        """Parse the command line. Defaults that depend on the device are replaced by their values.
+        An invalid command line ends the process with one line and status 2."""
         words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
         flags = [flag for action in self._actions for flag in action.option_strings]
         for name in (word.partition("=")[0] for word in words):
@@ -351,9 +361,8 @@ def number(kind: type[int] | type[float], minimum: float = 0, above: bool = Fals
     noun = "a whole number" if kind is int else "a number"
     limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
     lowest = math.nextafter(minimum, math.inf) if above else minimum
-    return checked(
-        kind, lambda x: lowest <= x <= MAX_NUMBER, f"{noun} {limit}", f"at most {MAX_NUMBER:,.0f}"
-    )
+    most = f"at most {MAX_NUMBER:,.0f}"
+    return checked(kind, lambda x: lowest <= x <= MAX_NUMBER, f"{noun} {limit}", most)
 
 
 def to_bytes(text: str) -> int:

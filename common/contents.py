@@ -20,7 +20,6 @@ HARNESS = ("common", "benchmarks/workloads")  # folders that all scripts use
 DIGITS = 12  # hexadecimal digits of a hash: 48 bits
 # `from .a import b, c`, also with parentheses, and `import a.b as c, d`
 IMPORT = re.compile(r"\bfrom\s+(\.*)([\w.]*)\s+import\s+(\([^)]*|[^\n;#]+)|\bimport\s+([^\n;#]+)")
-INIT = "/__init__.py"
 INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, including Spack's
 
 Files = dict[str, Path]  # name, hashed with the file and independent of its folder -> file
@@ -70,12 +69,8 @@ def model(name: str, search: Sequence[str]) -> Files:
     """
     local = [folder for folder in search if not is_installed(folder)]
     files = files_of(name, search, whole=True) or hooked(name)
-    own = name.partition(".")[0] if f"{name.partition('.')[0]}{INIT}" in files else ""
-    imported: set[str] = set()
-    for label, path in files.items():
-        if not is_installed(str(path)):
-            imported |= imports(path, label, own)
-    return modules(imported, local) | files
+    editable = [(path, label) for label, path in files.items() if not is_installed(str(path))]
+    return modules(set[str]().union(*(imports(*file) for file in editable)), local) | files
 
 
 def modules(names: Iterable[str], local: Sequence[str]) -> Files:
@@ -128,7 +123,7 @@ def files_at(spec: ModuleSpec, label: str, whole: bool) -> Files:
     path = Path(spec.origin or "")
     if spec.submodule_search_locations is None:
         return {f"{label}{path.suffix}": path}
-    return package(path.parent, label) if whole else {f"{label}{INIT}": path}
+    return package(path.parent, label) if whole else {f"{label}/__init__.py": path}
 
 
 def package(folder: Path, label: str) -> Files:
@@ -136,22 +131,17 @@ def package(folder: Path, label: str) -> Files:
     files: Files = {}
     for place, inner, names in os.walk(folder):
         here = Path(place)
-        inner[:] = [
-            name
-            for name in inner
-            if not name.startswith((".", "__pycache__"))
-            and not (here / name / "pyvenv.cfg").exists()
-        ]
+        shown = [name for name in inner if not name.startswith((".", "__pycache__"))]
+        inner[:] = [name for name in shown if not (here / name / "pyvenv.cfg").exists()]
         for path in [here / name for name in names if name.endswith(".py")]:
             files[f"{label}/{path.relative_to(folder)}"] = path
     return files
 
 
-def imports(path: Path, label: str, own: str = "") -> set[str]:
+def imports(path: Path, label: str) -> set[str]:
     """The names of the modules that a file seems to import, including imports in strings.
 
-    label: name of the file, to resolve relative imports. own: the regular package that contains the
-    file, whose modules are left out because all of it is hashed.
+    label: name of the file, to resolve relative imports.
     """
     try:
         text = path.read_text(errors="replace").replace("\\\n", " ")
@@ -165,7 +155,7 @@ def imports(path: Path, label: str, own: str = "") -> set[str]:
         above = label.split("/")[: -len(dots)] if dots else []
         base = ".".join([*above, *filter(None, [module])])
         names |= {base, *(f"{base}.{name}" for name in re.findall(r"\w+", imported))}
-    return {name for name in names if not f"{name}.".startswith(f"{own or '?'}.")}
+    return names
 
 
 def is_installed(path: str) -> bool:

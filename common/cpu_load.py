@@ -25,6 +25,7 @@ class Others(NamedTuple):
 
     @property
     def fraction(self) -> float:
+        """The fraction of the job's cores, 0 to 1."""
         return self.busy / self.cores
 
 

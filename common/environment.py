@@ -23,7 +23,7 @@ from common.groups import Job, broadcast, gather
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.report import FAMILIES, shown, without_secrets
 
-# Variables that FAMILIES match, but that say nothing about the measurement
+# Variables that FAMILIES match, but that do not affect the measurement
 PER_RUN = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN),
     "TORCH_CPP_LOG_LEVEL",
@@ -53,7 +53,7 @@ OF_GPUS = (  # expected to be equal for all GPUs
 MOST_LINES = 16  # maximum number of warnings of a kind
 HELD_GIB = 1.0  # GPU memory that a driver may use itself, rounded up
 
-Variables = Mapping[str, str | None]  # name -> value; None if it is not set
+Variables = Mapping[str, str]  # name -> value
 
 
 def user_variables() -> dict[str, str]:
@@ -94,16 +94,10 @@ def collect(
     all ranks. memory_held: returned by `gpu_memory`, on the first rank of each node.
     """
     compared = {name: value for name, value in variables.items() if is_compared(name)}
-    of_first = broadcast(compared)
-    differing = {
-        name: compared.get(name)
-        for name in of_first | compared
-        if compared.get(name) != of_first.get(name)
-    }
     # with RPC, some ranks may be on the CPU, including the first rank of a node
-    gathered = gather((job.device.type, differing))
+    gathered = gather((job.device.type, compared))
     cuda = broadcast(any(device == "cuda" for device, _ in gathered) if gathered else None)
-    node = None  # the first rank of a node describes it
+    node = None  # collected by the first rank of each node
     if job.local_rank == 0:
         others = load.of_others() if load else None
         gpus = gpu_state() if cuda else []
@@ -116,7 +110,7 @@ def collect(
         return {}
     ranks = [rank for rank, _ in rows]
     nodes = [rank | node for rank, node in rows if node]
-    usual, sets = other_variables([of_first | row for _, row in gathered])
+    usual, sets = other_variables([row for _, row in gathered])
     lines = variable_lines(usual, sets, [rank["host"] for rank in ranks])
     counts = [len(node["gpus"]) for node in nodes]
     for node in nodes:
@@ -159,9 +153,9 @@ def other_variables(
 ) -> tuple[tuple[int, Variables], list[dict[str, Any]]]:
     """The most common set of variables, and the sets that differ from it.
 
-    of_ranks: variables of each rank; None for one that is not set. Returns the first rank that has
-    the most common set, with that set; and for each other set its ranks, and the variables that
-    differ, most common set first.
+    of_ranks: variables of each rank. Returns the first rank that has the most common set, with that
+    set; and for each other set its ranks, and the variables that differ (None if not set), most
+    common set first.
     """
     texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
     first, *others = [texts.index(text) for text, _ in Counter(texts).most_common()]

@@ -105,9 +105,10 @@ def barrier_before_new_group(group: Group) -> None:
 
 
 def connect(group: dist.ProcessGroup, job: Job) -> float:
-    """Run the first collective of a group under test and return its seconds.
+    """Run the first collective of a group under test, and return its time in seconds.
 
     NCCL connects in the first collective, and a group that is not connected cannot be aborted.
+    Raises RuntimeError if the ranks cannot connect.
     """
     with suppress(RuntimeError):  # mpi has no timeout, nor has fake in torch 2.11
         group.set_timeout(job.timeout)
@@ -218,6 +219,7 @@ class GroupCache:
             close_group(group, failed)
 
     def close_all(self) -> None:
+        """Close all sets, at the end of the run."""
         for key in list(self.cached):
             self.close(key)
 

@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, ROOT, cut, exit_now, refuse, suggest
+from common.cli import HANG, cut, exit_now, read_launchers, refuse, suggest
 from common.groups import NO_TIMEOUT, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
@@ -218,16 +218,6 @@ def refuse_worlds_of_one() -> None:
             "launch/mpi_env.sh (mpirun, mpiexec, flux)",
             prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
         )
-
-
-def read_launchers() -> list[tuple[str, str]]:
-    """Return for each launcher in launch/launchers.txt its variables of the rank and of the number
-    of tasks; [] if launch/ was not copied along with the scripts."""
-    lines = list[str]()
-    with contextlib.suppress(OSError):
-        lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
-    rows = [line.split() for line in lines if line and not line.startswith("#")]
-    return [(rank, size) for _, _, rank, size, *_ in rows]
 
 
 def variable(name: str, least: int, most: int = 2**31) -> int:

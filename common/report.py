@@ -81,7 +81,8 @@ class Estimate:
         """Divide by a positive number.
 
         The interval of the quotient is the widest one that the ends of both intervals allow, so it
-        contains the true quotient if both intervals contain the true numbers.
+        contains the true quotient if both intervals contain the true numbers: with a probability of
+        at least 90 % (Bonferroni).
         """
         if not isinstance(other, Estimate):
             other = Estimate(other, other, other)
@@ -215,6 +216,7 @@ class Case:
 
     @property
     def failed(self) -> bool:
+        """Whether it has no metrics, because it could not be measured or its results were wrong."""
         return self.check.startswith("failed")
 
 

@@ -54,6 +54,7 @@ class Roles:
         return "cuda" if self.cuda_wire and {a, b} <= self.cuda else "cpu"
 
     def device(self, rank: int) -> str:
+        """Return the kind of device of a rank: `cuda` or `cpu`."""
         return "cuda" if rank in self.cuda else "cpu"
 
     def name(self, rank: int) -> str:

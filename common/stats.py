@@ -16,22 +16,18 @@ Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 BATCHES = 6  # consecutive batches of samples, for the interval of a median
 MAX_SIZE_RATIO = 4.0  # maximum ratio of two sizes between which `interpolate` interpolates
-MAX_BATCH_DEVIATION = (
-    0.9  # limit on the standard deviation of the batches' mean signs, which are -1 to 1
-)
+MAX_BATCH_DEVIATION = 0.9  # of the batches' mean signs, each -1 to 1: their standard deviation
 MIN_ROUNDS = 6  # fewer give no interval of a ratio or a difference
 MAX_FACTOR = 3.0  # maximum factor between a time, rate or ratio and the ends of its interval
 MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
-MIN_MODE_SAMPLES = 5  # minimum number of samples
+MIN_MODE_SAMPLES = 5  # of each mode
 
 
 def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
     """Return `{prefix}_p50_s`, p75, p90, p95 and, from 100 samples on, p99 of samples [n], in
     seconds."""
     x = np.asarray(samples, dtype=np.float64)
-    wanted = [50, 75, 90, 95]
-    if len(x) >= 100:
-        wanted.append(99)
+    wanted = [50, 75, 90, 95, *([99] if len(x) >= 100 else [])]
     return {f"{prefix}_p{q}_s": float(np.percentile(x, q)) for q in wanted}
 
 
@@ -88,12 +84,16 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
 
 
 def median_half_width(signs: NDArray[np.float64], tau: float, confidence: float) -> float:
-    """Return half the width of a median's interval, in samples."""
+    """Return half the width of a median's interval, in samples: z sqrt(n tau) / 2.
+
+    signs: [n] of the samples about their median, -1 to 1. tau: their autocorrelation time.
+    """
     return float(NormalDist().inv_cdf(0.5 + confidence / 2) * np.sqrt(len(signs) * tau) / 2)
 
 
 def interval_around_middle(samples: NDArray[np.float64], half: float) -> Interval | None:
-    """Return the samples that are `half` places below and above the middle, in order of size."""
+    """Return the two samples of [n] that are `half` places below and above the middle, in order of
+    size; None if there are too few."""
     n = len(samples)
     low = round(n / 2 - half)  # counted from 1; its mirror image is n + 1 - low
     if low < 1:
@@ -223,9 +223,12 @@ def mean_of_blocks(samples: ArrayLike, rounds: Sequence[int]) -> float:
 
 
 def mean_half_width(values: Samples, confidence: float = 0.95) -> float:
-    """Return half the width of the interval of the mean of values [n], one per round, by Student's
-    t; n >= MIN_ROUNDS. Up to 8 values count as independent. For more, the autocorrelation time
-    accounts for their dependence."""
+    """Return half the width of the interval of the mean of values [n], in their unit. There is one
+    value per round, and n >= MIN_ROUNDS.
+
+    It is t s sqrt(tau / n) with Student's t and the standard deviation s. Up to 8 values count as
+    independent (tau = 1). For more, tau is their autocorrelation time (Geyer 1992).
+    """
     n = len(values)
     tau = autocorrelation_time(values) if n > 8 else 1.0
     return student_t(confidence, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
@@ -270,10 +273,10 @@ class Times:
         Its interval is that of the mean over rounds, or from 18 rounds on that of the means of six
         batches of rounds if it is wider. With fewer than 6 rounds it is the median's.
         """
-        value = mean_of_blocks(self.slowest(name), self.rounds)
-        medians = block_medians(self.slowest(name), self.rounds)
+        slowest = self.slowest(name)
+        value, medians = mean_of_blocks(slowest, self.rounds), block_medians(slowest, self.rounds)
         if medians is None:
-            return self.median(name)
+            return median(slowest)
         logs = np.log(medians)
         half = mean_half_width(logs)
         if len(logs) >= 3 * BATCHES:
@@ -283,7 +286,8 @@ class Times:
         return drop_wide_interval(Estimate(value, low, high))
 
     def relative_to(self, name: str) -> "Times":
-        """Return the same times with another step as "step"."""
+        """Return the same times with another step as "step", to which differences and ratios then
+        refer."""
         return Times({**self.samples_s, "step": self.samples_s[name]}, self.rounds)
 
     def ratio(self, part: str, step: str = "step", confidence: float = 0.95) -> Estimate:
@@ -303,8 +307,8 @@ class Times:
         """Return the difference between the `mean` of the step and that of the part.
 
         Both are those of the slowest rank, so that a late rank cancels out. The 95 % interval is
-        over rounds: to first order, a round contributes step * log(its block of the step) - part *
-        log(its block of the part). There is no interval with fewer than 6 rounds.
+        over rounds: to first order (delta method), a round contributes step * log(its block of the
+        step) - part * log(its block of the part). There is no interval with fewer than 6 rounds.
         """
         a, b = self.slowest(), self.slowest(part)
         if not b.any():  # a part that does nothing, such as steps during a save that blocks
@@ -343,11 +347,8 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
         limit = f"more than a factor of {MAX_SIZE_RATIO:g} apart"
         raise ValueError(f"{wanted} are between the measured sizes {ends}, which are {limit}")
     a, b = times[below], times[above]
-    share = (size - below) / (above - below)
-    value = a.value + share * (b.value - a.value)
-    if a.low is None or a.high is None or b.low is None or b.high is None:
-        return Estimate(value)
-    return Estimate(value, a.low + share * (b.low - a.low), a.high + share * (b.high - a.high))
+    weight = (size - below) / (above - below)
+    return total([a * (1 - weight), b * weight])
 
 
 Layout = tuple[int, ...]  # number of ranks of a group on each of its hosts, the largest first
@@ -356,15 +357,15 @@ IsolatedTimes = Mapping[tuple[str, Layout, str], TimesBySize]  # by collective, 
 
 
 def total(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the sum. The ends of its interval are the sums of the ends, so that it holds if all
-    intervals hold."""
+    """Return the sum of n estimates. The ends of its interval are the sums of the ends, so it
+    contains the true sum if all n intervals contain the true values: with a probability of at least
+    1 - 0.05 n (Bonferroni)."""
     value = math.fsum(one.value for one in estimates)
-    ends = [
-        (one.low, one.high) for one in estimates if one.low is not None and one.high is not None
-    ]
-    if len(ends) < len(estimates):
+    lows = [one.low for one in estimates if one.low is not None]
+    highs = [one.high for one in estimates if one.high is not None]
+    if len(lows) < len(estimates) or len(highs) < len(estimates):
         return Estimate(value)
-    return Estimate(value, math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends))
+    return Estimate(value, math.fsum(lows), math.fsum(highs))
 
 
 def isolated_time(
@@ -390,7 +391,7 @@ def isolated_time(
 
 
 def show_layout(layout: Layout) -> str:
-    """Return a layout as text: `16 ranks of 2 hosts (8 each)`."""
+    """Format a layout: `16 ranks of 2 hosts (8 each)`."""
     ranks = f"{sum(layout)} ranks" if sum(layout) > 1 else "1 rank"
     if len(layout) == 1:
         return f"{ranks} of one host"
@@ -452,10 +453,7 @@ LIMIT = 2**18  # samples of a case in a report, which limits its line to a few M
 def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:
     """Round the times of each step, [iterations], to nanoseconds, and return them as arrays, which
     are smaller and faster to gather than lists."""
-    arrays = {}
-    for step, seconds in samples_s.items():
-        arrays[step] = np.array([round(second, 9) for second in seconds], dtype=np.float64)
-    return arrays
+    return {step: np.asarray(x, dtype=np.float64).round(9) for step, x in samples_s.items()}
 
 
 def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
@@ -463,10 +461,8 @@ def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
 
     by_rank: [iterations] of each step that the rank has timed.
     """
-    samples_s = {}
-    for step in dict.fromkeys(step for samples in by_rank for step in samples):
-        samples_s[step] = np.stack([samples[step] for samples in by_rank if step in samples])
-    return samples_s
+    steps = dict.fromkeys(step for samples in by_rank for step in samples)
+    return {step: np.stack([of[step] for of in by_rank if step in of]) for step in steps}
 
 
 def keep_samples(case: Case, samples_s: Mapping[str, Samples]) -> None:

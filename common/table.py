@@ -39,14 +39,12 @@ def omitted(columns: int, rows: str = "") -> list[str]:
     return [f"# not shown: {', '.join(parts)}; --wide prints all"] if parts else []
 
 
-def columns_that_fit(
-    headers: list[str], rows: Sequence[Sequence[str]], max_width: int | None
-) -> int:
-    """How many of the first columns fit into `max_width` characters; at least 1."""
+def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], width: int | None) -> int:
+    """How many of the first columns fit into `width` characters; at least 1. None for no limit."""
     count = len(headers)
-    while max_width is not None and count > 1:
+    while width is not None and count > 1:
         lines = layout(headers[:count], [row[:count] for row in rows]).splitlines()
-        if max(map(len, lines)) <= max_width:
+        if max(map(len, lines)) <= width:
             break
         count -= 1
     return count

@@ -72,17 +72,11 @@ class StopRule:
     @classmethod
     def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
         """Return the rule that the flags define. turns: whether two commands run alternately."""
-        asked = args.warmup_iters is not None
-        return cls(
-            warmup_iters=args.warmup_iters if asked else cls.warmup_iters,
-            iters=args.iters,
-            min_iters=args.min_iters,
-            target_ci=args.target_ci,
-            max_seconds=args.max_seconds,
-            rounds=INTERLEAVED_ROUNDS if turns else None,
-            longest_block_s=args.timeout / 4,
-            full_warmup=asked,
-        )
+        limits = {name: getattr(args, name) for name in ("min_iters", "target_ci", "max_seconds")}
+        if args.warmup_iters is not None:
+            limits |= {"warmup_iters": args.warmup_iters, "full_warmup": True}
+        rounds, longest_s = INTERLEAVED_ROUNDS if turns else None, args.timeout / 4
+        return cls(iters=args.iters, rounds=rounds, longest_block_s=longest_s, **limits)
 
 
 @dataclass
@@ -139,8 +133,6 @@ def time_block(
 class TimedLoop:
     """The rounds of a case on this rank. A round has a block of the step and one of each part.
 
-    All members of the group run it together.
-
     before_block: called before each block, never within one, with the name of the step and the
     number of the block.
     """
@@ -167,6 +159,8 @@ class TimedLoop:
         self.step_s: list[list[float]] = []  # what these are computed from, [rows][iterations]
 
     def run(self) -> RankTimes:
+        """Warm up, and time rounds until the stop rule is reached. All members of the group call
+        it. Raises whatever a step raises."""
         round_s = sum([self.warm_up(name) for name in self.steps])
         differences = bool(self.workload.compared)
         block = broadcast(iterations_per_block(round_s, self.rule, differences), self.group)
@@ -191,6 +185,7 @@ class TimedLoop:
         return times
 
     def call_and_keep(self) -> None:
+        """The step, if the workload uses its return values."""
         self.returned.append(self.workload.step())
 
     def warm_up(self, name: str) -> float:
@@ -238,6 +233,7 @@ class TimedLoop:
         self.times.rounds.append(block)
 
     def time_a_block(self, name: str, step: Step, block: int) -> None:
+        """Time a block of `block` samples of a step, after its lead-in."""
         times, calls = self.times, self.workload.calls_per_sample
         for _ in range(LEAD_IN * calls):
             step()
@@ -278,7 +274,7 @@ def next_window(
 ) -> int:
     """Return the number of iterations of the next window of a step's warm-up; 0 to end it.
 
-    A step is warm when two consecutive windows are alike. The first window is a single iteration,
+    A step is warm if two consecutive windows do not differ. The first window is a single iteration,
     which may include some set-up. Warming up all steps takes up to a quarter of the budget, in
     equal shares, unless the user has set the number of iterations. There is a second iteration
     unless the first took longer than that quarter.

@@ -117,6 +117,7 @@ class Watchdog:
             return reason, rank
 
     def stop(self) -> None:
+        """End the polling and the timer of last resort."""
         self.stopped.set()
         self.thread.join(5)
         faulthandler.cancel_dump_traceback_later()  # last, because the thread restarts the timer
@@ -131,8 +132,8 @@ class Watchdog:
                 changed = changes != seen
                 if changed:
                     seen, since = changes, time.monotonic()
-                    # A rank that only waits has no phases of its own. Its timer must not end it
-                    # while the job makes progress.
+                    # A rank that only waits announces no phases. Its timer must not end it while
+                    # the job makes progress.
                     restart_exit_timer(self.timeout_s)
                     if self.watched.check(["hang"]):
                         self._roll_call()
@@ -176,7 +177,7 @@ class Watchdog:
         time.sleep(GRACE_S + self.poll_s)  # the last rank polls up to this much later
         headline = f"HANG: no progress for {self.timeout_s:g} s"
         reason, silent, with_stack = headline, [], []
-        if self.watched.add("speaker", 1) == 1:
+        if self.watched.add("reporter", 1) == 1:
             by_state = ranks_by_state(self._states_of_all())
             lines = lines_by_state(by_state)
             reason = f"{headline}; {lines[0]}"
@@ -185,9 +186,9 @@ class Watchdog:
             if self.job.world_size > MOST_STACKS:
                 late, waiting = late[:MOST_NAMED], waiting[:1]
             with_stack = [state["rank"] for state in late + waiting]
-            self.watched.set("said", json.dumps([reason, by_state[SILENT], with_stack]))
+            self.watched.set("result", json.dumps([reason, by_state[SILENT], with_stack]))
         with contextlib.suppress(RuntimeError):  # no rank ends before one has printed the result
-            reason, silent, with_stack = json.loads(self.watched.get("said"))
+            reason, silent, with_stack = json.loads(self.watched.get("result"))
         if self.job.rank in with_stack:
             last = f"last collective {text}, number {number} of group {group}"
             write(f"{self.where}; {last}\n{stack}")

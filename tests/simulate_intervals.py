@@ -91,7 +91,7 @@ CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
         f"phases, {n}": (1.0, low, partial(of_median, partial(phases, n)))
         for n, low in ((12, 0.1), (24, 0.2), (60, 0.4), (240, 0.7))
     },
-    "difference": (1.15, 0.94, partial(of_two_steps, Times.beyond)),
+    "difference": (1.15, 0.94, partial(of_two_steps, Times.excess_over)),
     "ratio": (0.5, 0.94, partial(of_two_steps, Times.ratio)),
 }
 

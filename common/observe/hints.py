@@ -82,11 +82,13 @@ def estimates_of(case: Case) -> Iterator[tuple[str, Estimate]]:
 
 
 def without_interval(case: Case) -> set[str]:
+    """Return the names of the estimates without an interval."""
     return {name for name, number in estimates_of(case) if number.relative is None}
 
 
 def with_wide_interval(case: Case) -> set[str]:
-    """Differences that may be 0 do not count: relative to them, any interval is wide."""
+    """Return the names of the estimates with an interval wider than WIDE. Differences that may be 0
+    do not count: relative to them, any interval is wide."""
     wide = set()
     for name, number in estimates_of(case):
         if number.relative and number.relative > WIDE and not number.may_be(0):

@@ -43,10 +43,10 @@ class Node(Observer):
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
         environment = bench.report.environment
-        self.looks = bench.job.local_rank == 0
-        self.asks_gpus = self.looks and bool(environment["cuda"])
-        self.slowed_before = gpu_state(COUNTERS) if self.asks_gpus else []
-        self.network_before = network_errors() if self.looks else {}
+        self.is_first_of_node = bench.job.local_rank == 0
+        self.reads_gpus = self.is_first_of_node and bool(environment["cuda"])
+        self.slowed_before = gpu_state(COUNTERS) if self.reads_gpus else []
+        self.network_before = network_errors() if self.is_first_of_node else {}
         for line in warnings_at_start(environment):
             bench.print(f"# {line}")
 
@@ -54,9 +54,9 @@ class Node(Observer):
         """Add an entry per node to `network`, and on CUDA also to `gpus` and `slowed_s`."""
         row = None
         environment = self.bench.report.environment
-        if self.looks:
-            gpus = used_gpus(gpu_state(), environment["ranks"]) if self.asks_gpus else []
-            after = gpu_state(COUNTERS) if self.asks_gpus else []
+        if self.is_first_of_node:
+            gpus = used_gpus(gpu_state(), environment["ranks"]) if self.reads_gpus else []
+            after = gpu_state(COUNTERS) if self.reads_gpus else []
             slowed = slowed_seconds(self.slowed_before, after, [gpu["index"] for gpu in gpus])
             row = gpus, slowed, growth(self.network_before, network_errors())
         rows = [row for row in gather(row) or [] if row]

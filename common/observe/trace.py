@@ -131,9 +131,10 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the command that reads the traces of a case; [] if all were lost. traces: results of
     `after` by rank."""
-    written = {rank: summary["file"] for rank, summary in traces.items() if "lost" not in summary}
-    for rank, file in written.items():
-        begin, _, end = file.rpartition(f"-rank{rank}.")
+    for rank, summary in traces.items():
+        if "lost" in summary:
+            continue
+        begin, _, end = summary["file"].rpartition(f"-rank{rank}.")
         # the shell expands the pattern, so it is not quoted
         return [f"traces of the last case; {analysis_command('trace.py', begin)}-rank*.{end}"]
     return []

@@ -243,7 +243,7 @@ def test_a_rank_started_by_hand_prints_its_own_mistake(
 ) -> None:
     """Each rank started by hand has its own command line. Under a launcher all ranks have the same
     one, and only rank 0 prints the mistake."""
-    for name in cli.LAUNCHERS:
+    for name in ("TORCHELASTIC_RUN_ID", *(rank for rank, _ in cli.read_launchers())):
         monkeypatch.delenv(name, raising=False)
     if launcher:
         monkeypatch.setenv(launcher, "1")

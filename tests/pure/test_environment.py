@@ -362,7 +362,7 @@ def test_a_copy_without_the_list_of_launchers_starts(
     by_hand: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Like a script in a tutorial that was copied without launch/."""
-    by_hand.setattr(join, "ROOT", tmp_path)
+    by_hand.setattr("common.cli.ROOT", tmp_path)
     assert join.read_launchers() == []
     assert join.world() == (0, 0, 2, 2)
 

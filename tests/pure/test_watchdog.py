@@ -245,7 +245,7 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
         Watchdog._check_store(rank)
     assert len(looks) == 40 + 41
     ((status, reason), more) = ended[0]
-    assert (status, more) == (3, {"say": True})
+    assert (status, more) == (3, {"prints": True})
     assert reason == (
         f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store has not "
         "answered for 41 s; rank 2 on b, case 'x', step"
