@@ -645,7 +645,7 @@ COLUMNS: Columns = {
     "": lambda case: case.name,
     "fwd+bwd\nmean (s)": metric("forward_backward_mean_s", digits=4),
     "vs\neager": metric("vs_eager"),
-    "95% ci\nof it": ends("vs_eager"),
+    "95% ci\nof ratio": ends("vs_eager"),
     "eager\ngmean (s)": metric("eager_s", digits=4),
     "step\ngmean (s)": metric("step_s", digits=4),
     "95% ci\nof step": relative("step_s"),

@@ -235,7 +235,7 @@ def training_step(
         with keep_local():
             for _ in range(local_passes):
                 forward_backward()
-        for _ in range(average):
+        if average:
             forward_backward()
         optimizer.step()
 
@@ -531,7 +531,7 @@ OF_ONE_SETTING = ("commun.\nalone\ngmean (ms)", "overlap\n(%)", "memory\n(GiB)")
 STEP_ALONE: Columns = {  # with --no-breakdown
     "": BREAKDOWN[""],
     "step\ngmean (ms)": BREAKDOWN["step\ngmean (ms)"],
-    "95% ci\nof it": relative("step_s"),
+    "95% ci\nof step": relative("step_s"),
     "memory\n(GiB)": BREAKDOWN["memory\n(GiB)"],
 }
 COMPARED: Columns = {  # with --interleave: the ratio, then the times of which it is the quotient

@@ -486,7 +486,7 @@ def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
         return f"{unknown}: {waits}; try a larger --max-seconds"
     loader = m["loader_samples_per_s"].text("samples/s", digits=0)
     training = m["training_samples_per_s"].text("samples/s", digits=0)
-    rates = f"the loader delivers {loader}, training consumes {training}"
+    rates = f"the loader delivers {loader} and training consumes {training}"
     needed = m["workers_needed"]
     cores_text, ranks_text = count_of(cores, "core"), count_of(node_ranks, "rank")
     if needed.value > case.key["workers"]:

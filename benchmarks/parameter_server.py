@@ -95,7 +95,7 @@ PYTORCH_SERVERS = {"AverageParameterServer": "running", "AverageBatchParameterSe
 ROLES = {
     "ntrainer": "trainers on the CPU",
     "ncudatrainer": "trainers on CUDA",
-    "nserver": "servers on the CPU (without servers on CUDA: one rank in four)",
+    "nserver": "servers on the CPU (default: one rank in four, if there are no servers on CUDA)",
     "ncudaserver": "servers on CUDA",
 }
 MAX_WORKERS = 8  # number of workers whose phases are printed on a terminal
@@ -181,8 +181,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 # [core]
 Batch = tuple[Tensor, Tensor]  # row numbers [batch, sample length], classes [batch]
-Message = tuple[list[Tensor], tuple[int, ...]]  # [dense gradient] or [indices, values]; its size
-BucketTimes = dict[int, list[dict[str, list[float]]]]  # by step, seconds by phase of each bucket
+# [gradient], or [indices, values] if it is sparse; and the size of the gradient
+Message = tuple[list[Tensor], tuple[int, ...]]
+# for each step, a list of buckets; for each bucket, its times in seconds by phase
+BucketTimes = dict[int, list[dict[str, list[float]]]]
 LR = 0.01
 
 

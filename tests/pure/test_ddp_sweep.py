@@ -175,7 +175,7 @@ def test_a_narrow_table_shows_both_parts_of_the_ratio() -> None:
     args.no_breakdown = True
     alone = ddp_sweep.columns_of(args)
     assert [head.replace("\n", " ") for head in alone] == [
-        *("", "vs first", "simult. 95% ci", "step gmean (ms)", "95% ci of it")
+        *("", "vs first", "simult. 95% ci", "step gmean (ms)", "95% ci of step")
     ]
 
 

@@ -82,15 +82,15 @@ def test_metrics_by_hand() -> None:
     [
         (
             case_of(0.0201, 0.0125),
-            "input-bound: the loader delivers 800 samples/s (800 to 800), training consumes 1,280 "
-            "samples/s (1,280 to 1,280); training would keep 3.2 (3.2 to 3.2) workers per rank "
-            "busy, with one core each; this node has 8 cores for 2 ranks",
+            "input-bound: the loader delivers 800 samples/s (800 to 800) and training consumes "
+            "1,280 samples/s (1,280 to 1,280); training would keep 3.2 (3.2 to 3.2) workers per "
+            "rank busy, with one core each; this node has 8 cores for 2 ranks",
         ),
         (
             case_of(0.2, 0.1),
             "the workers slow the training down: a step waits 100 ms (100 to 100), although the "
-            "loader delivers 800 samples/s (800 to 800), training consumes 160 samples/s (160 to "
-            "160); the workers and 2 ranks share this node's 8 cores",
+            "loader delivers 800 samples/s (800 to 800) and training consumes 160 samples/s (160 "
+            "to 160); the workers and 2 ranks share this node's 8 cores",
         ),
     ],
 )

@@ -10,12 +10,12 @@ COMPILED = """\
 
 m, batch size 4, fp32
 
-          vs  95% ci      eager       step  samples/s
-       eager   of it  gmean (s)  gmean (s)
----  -------  ------  ---------  ---------  ---------
-ddp     1.30       -     0.0065     0.0050     1600.0
+          vs    95% ci      eager       step  samples/s
+       eager  of ratio  gmean (s)  gmean (s)
+---  -------  --------  ---------  ---------  ---------
+ddp     1.30         -     0.0065     0.0050     1600.0
 # two modes: 3 us (50%), 4 us (50%)
-x          -       -          -     0.0050     1600.0  # 2026-11-28 03:12 UTC on vm
+x          -         -          -     0.0050     1600.0  # 2026-11-28 03:12 UTC on vm
 y  failed: why
 
 # m, fp32: whole steps of ddp are 1.30 times (1.21 to 1.38) as
@@ -35,8 +35,8 @@ def test_numbers_that_agree_are_no_problem() -> None:
         (" 1600.0\n#", " 1700.0\n#", "'samples/s' is 1700.0, expected 1584"),
         ("eager       step", "eager      steps", "'step gmean (s)' is not printed beside it"),
         ("1.30 times", "1.31 times", "1.31 times is in no table"),
-        ("of it", "of us", ""),
-        ("95% ci", "  load", "column 'load of it' is neither in CHECKS nor in MEASURED"),
+        ("of ratio", "of speed", ""),
+        ("95% ci", "  load", "column 'load of ratio' is neither in CHECKS nor in MEASURED"),
     ],
 )
 def test_numbers_that_do_not_agree_are_found(right: str, wrong: str, said: str) -> None:
