@@ -257,7 +257,7 @@ def sentence(
 
     def ms(rank: int) -> str:
         share = f"{cost[rank] / mean[rank]:.1%}"
-        return f"{cost[rank]:.4g} ms of a {mean[rank]:.4g} ms step ({share})"
+        return f"{cost[rank]:.5g} ms of a {mean[rank]:.5g} ms step ({share})"
 
     def each(ranks: Sequence[int]) -> str:
         return cut([f"{ms(rank)} for {name(rank)}" for rank in ranks], 3)

@@ -198,9 +198,9 @@ def heading(comparison: Comparison) -> str:
     n = len(comparison.test)
     design = comparison.design
     if design.paired:
-        how = "the pair of runs is the unit"
+        how = "unit of observation: the pair of runs"
     elif m + n > 2:
-        how = "the run is the unit"
+        how = "unit of observation: the run"
     else:
         how = "one run per side"
     if design.interleaved:

@@ -1,7 +1,7 @@
 """Compare the runs of a base with those of a test, case by case: ratio, interval, verdict.
 
 A run is the unit of observation: only its time counts, on a log scale. The iterations within a run
-do not show how much two runs of the same program differ. docs/compare.md derives the formulas.
+do not show how much two runs of the same program differ. docs/compare.md states the formulas.
 """
 
 import warnings

@@ -59,7 +59,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree  # private; seen to work with torch 2.11, 2.14 and 2.15
+from torch.utils import _pytree  # private API; works in torch 2.11, 2.14 and 2.15
 
 if __name__ == "__mp_main__":  # the writing process of async-process, where torch logs warnings
     logging.disable(logging.WARNING)

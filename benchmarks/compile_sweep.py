@@ -256,7 +256,7 @@ def modules_of(model: nn.Module, classes: list[str]) -> list[nn.Module]:
 def recompute(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Activation checkpointing: backward recomputes the activations of these layers. Returns the
     modules that replace the layers in the model."""
-    # private, imported as in torchtitan; seen to work with torch 2.14 and 2.15
+    # private API, imported as in torchtitan; works in torch 2.14 and 2.15
     checkpoint_wrapper.apply_activation_checkpointing(model, check_fn=lambda m: m in layers)
     wrapped: type[nn.Module] = checkpoint_wrapper.CheckpointWrapper
     return [module for module in model.modules() if isinstance(module, wrapped)][::-1]

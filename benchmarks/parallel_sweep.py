@@ -424,7 +424,7 @@ def main() -> int:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # torch 2.15 recommends another backend once per run; see docs/parallel_sweep.md
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
-    # registers the backend `fake`, whose collectives return at once. Private; seen to work with
+    # registers the backend `fake`, whose collectives return at once. Private API; works in
     # torch 2.11, 2.14 and 2.15
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     torch.set_flush_denormal(True)  # arithmetic on the garbage of a twin must not be slower

@@ -137,8 +137,8 @@ class Benchmark:
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
-        # Added to every key. Rank 0's, because with RPC servers and trainers may be on different
-        # devices.
+        # Added to every key. Those of rank 0, because under RPC the servers and the trainers may be
+        # on different devices.
         place = {"device": self.job.device.type, "backend": self.job.backend}
         self.place: Key = broadcast({"world_size": self.job.world_size, **place})
         self.observers: list[Observer] = []
@@ -532,7 +532,8 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
     if replaced:
         before = relative_path(replaced)
-        lines.append(f"before {before}; {analysis_command('compare.py', before, '--test', path)}")
+        command = analysis_command("compare.py", before, "--test", path)
+        lines.append(f"previous report {before}; to compare: {command}")
     return lines
 
 

@@ -49,7 +49,7 @@ class Job:
     second_store: dist.Store | None = None  # a second connection to it, for the watchdog
     timeout: timedelta = NO_TIMEOUT  # torch's own, of groups under test; beyond the watchdog's
     keeps_memory: bool = False  # whether glibc keeps freed memory: `keep_freed_memory` in join.py
-    rendezvous_s: float = 0.0  # until all ranks had joined
+    rendezvous_s: float = 0.0  # seconds until all ranks had joined
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def barrier_before_new_group(group: Group) -> None:
 def connect(group: dist.ProcessGroup, job: Job) -> float:
     """Run the first collective of a group under test, and return its time in seconds.
 
-    NCCL connects in the first collective, and a group that is not connected cannot be aborted.
+    The legacy NCCL backend connects in the first collective, and a group that is not connected
+    cannot be aborted.
     Raises RuntimeError if the ranks cannot connect.
     """
     with suppress(RuntimeError):  # mpi has no timeout, nor has fake in torch 2.11
@@ -121,7 +122,8 @@ def connect(group: dist.ProcessGroup, job: Job) -> float:
 
 def abort_process_group(group: dist.ProcessGroup) -> None:
     """Abort a group with work in flight: destroying it would wait forever for that work
-    (pytorch/pytorch#141510). Private; seen to work with torch 2.11, 2.14 and 2.15."""
+    (pytorch/pytorch#141510). Private API; works in torch 2.11, 2.14 and 2.15 (with NCCL: on
+    tests/cudalab only)."""
     dist.distributed_c10d._abort_process_group(group)
 
 

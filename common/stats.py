@@ -1,4 +1,4 @@
-"""Statistics of repeated timings. docs/measuring.md derives each of them."""
+"""Statistics of repeated timings. docs/measuring.md states their formulas."""
 
 import math
 from collections import Counter
@@ -329,8 +329,8 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
     the two times has none. times: seconds by size in bytes, all sizes above 0.
 
     Raises ValueError if `size` is outside of the measured sizes, because times are not
-    extrapolated. Also if the two sizes differ by more than a factor of MAX_SIZE_RATIO: libraries
-    switch between protocols and algorithms, and the time is not linear over such a range.
+    extrapolated. It also raises if the two sizes differ by more than a factor of MAX_SIZE_RATIO:
+    libraries switch between protocols and algorithms, and the time is not linear over such a range.
     """
     if size in times:
         return times[int(size)]
@@ -402,9 +402,9 @@ def show_layout(layout: Layout) -> str:
 def collective_times(report: Report) -> dict[tuple[str, Layout, str], TimesBySize]:
     """Return the times in a report of collectives.py by collective, layout and dtype.
 
-    A time is that of the faster variant (in place or out of place), and of several reductions that
-    of the first one in the report. Failed cases are excluded. Raises ValueError for a report of
-    another script.
+    A time is that of the faster variant (in place or out of place). If several reduction operators
+    were measured, the first one in the report counts. Failed cases are excluded. Raises ValueError
+    for a report of another script.
     """
     if report.benchmark != "collectives":
         raise ValueError(f"expected a report of collectives.py, got one of {report.benchmark}.py")

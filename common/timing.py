@@ -30,7 +30,7 @@ INTERLEAVED_ROUNDS = 24  # the same for ab.py --interleave
 MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
 LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
-HOST_AHEAD_S = 5e-3  # the device needs at least this long for a full queue, about 1,000 launches
+HOST_AHEAD_S = 5e-3  # a full launch queue (about 1,000 kernels) keeps the device busy for this long
 LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
 
 
@@ -43,7 +43,7 @@ class Workload:
     # for compared parts.
     parts: Mapping[str, Step | None] = field(default_factory=dict)
     compared: Sequence[str] = ()  # parts whose difference from the step is shown with an interval
-    calls_per_sample: int = 1  # of the step; several for steps below the clock's resolution
+    calls_per_sample: int = 1  # of the step; more than one if it is too short to be timed alone
     facts: Callable[[], Any] = lambda: None  # called after timing; `derive` gets those of all ranks
     # Reduces the list of values that the timed calls of the step returned. The result is this
     # rank's entry of times.returned in `derive`.
@@ -65,7 +65,8 @@ class StopRule:
     target_ci: float = 0.02
     max_seconds: float = 5.0
     rounds: int | None = None  # a fixed number of rounds, unless iters is given
-    longest_block_s: float = 75.0  # a block is one phase for the watchdog, and must not look hung
+    # a block is one phase for the watchdog, and must not look like a hang
+    longest_block_s: float = 75.0
     full_warmup: bool = False  # True: run all warm-up iterations, however long they take
     patience: float = 1.25  # limit of a case that lacks an interval, as a multiple of max_seconds
 

@@ -4,8 +4,8 @@ Each rank writes its current activity (its phase) to the store, between timed bl
 inside one. A thread of each rank polls the store, twice a second in a small job, for two events:
 
 - No rank has changed its phase for `timeout` seconds: a hang. All these threads answer a roll call.
-  A rank that does not answer is stopped, dead or unreachable. A rank that answers but is behind
-  the others did not arrive. One rank prints the result.
+  A rank that does not answer is stopped, dead or unreachable. A rank that answers either is behind
+  the other ranks or waits for them. One rank prints the result.
 - A rank of the case has failed. The other ranks then abort the case's groups too. Otherwise they
   would wait forever in a collective that the failed rank has left.
 """
@@ -40,8 +40,8 @@ SIMULTANEOUS_S = 0.01  # signals that arrive within this time count as simultane
 POLLS_PER_S = 500  # limit on polls of the store by all ranks together
 MOST_STACKS = 64  # in a larger job only some ranks print their stacks
 MOST_NAMED = 16  # ranks in the same state that get a line each
-SILENT = "does not answer (stopped, dead or out of reach)"
-LATE = "did not arrive"
+SILENT = "does not answer (stopped, dead or unreachable)"
+LATE = "is behind the other ranks"
 WAITS = "waits"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -49,7 +49,8 @@ State = dict[str, Any]  # of a rank: its current phase and its answer to a roll 
 
 
 class Watchdog:
-    """Create it once the ranks have met; call `stop` before the process leaves the job."""
+    """The hang detection of this rank. Create it once all ranks have joined, and call `stop` before
+    the process leaves the job."""
 
     def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
         self.job, self.timeout_s, self.report = job, timeout_s, report
@@ -304,9 +305,9 @@ def print_stacks_and_kill(pid: int) -> None:
 
 
 def ranks_by_state(states: list[State]) -> dict[str, list[State]]:
-    """Sort the ranks into those that do not answer, that did not arrive, and that wait.
+    """Sort the ranks into those that do not answer, that are behind, and that wait.
 
-    A rank did not arrive if another rank is ahead of it, in the phases of the case or in the
+    A rank is behind if another rank is ahead of it, in the phases of the case or in the
     collectives of a group. A rank outside the case, which stays in phase 0, is never late.
     """
     answered = [state for state in states if state["last"]]
@@ -348,8 +349,9 @@ def last_collective() -> tuple[str, int, str]:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """Return the entries of this rank's flight recorder, of all backends. Private, in
-    torch/csrc/distributed/c10d; seen to work with torch 2.11, 2.14 and 2.15."""
+    """Return the entries of this rank's flight recorder, of all backends. Private API, in
+    torch/csrc/distributed/c10d; works in torch 2.11, 2.14 and 2.15 (with NCCL: on tests/cudalab
+    only)."""
     c10d = torch._C._distributed_c10d
     entries: list[dict[str, Any]] = []
     dumps: list[tuple[str, dict[str, str]]] = [

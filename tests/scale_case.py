@@ -88,5 +88,5 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
 if __name__ == "__main__":
     cost = cost_of_case(*map(int, sys.argv[1:]))
     print(f"unpickle       {cost.unpickle_s:8.3f} s, {cost.gathered_bytes / 1e6:.1f} MB")
-    print(f"keep and write {cost.keep_s:8.3f} s, {cost.report_bytes / 1e6:.1f} MB")
+    print(f"keep and write {cost.keep_s:8.3f} s, {cost.report_bytes / 1e3:.0f} kB")
     print(f"peak memory    {cost.peak_bytes / 1e9:8.3f} GB, with torch")

@@ -89,7 +89,7 @@ def a_false_call_among_24(rng: Rng) -> float:
 
 
 def decides(rng: Rng, factor: int) -> bool:
-    """Whether `factor` times the recommended number of runs decide, with a margin of 5%."""
+    """Whether `factor` times the runs needed for the interval decide, with a margin of 5%."""
     three = np.array([-NOISE, 0, NOISE])
     runs_needed = judged(three, three, margin=0.05).runs_needed or 0
     return equal(rng, factor * runs_needed, margin=0.05).verdict != "undecided"
@@ -140,8 +140,8 @@ CASES: dict[str, Callable[[Rng], float]] = {
     ),
     "false discoveries among all discoveries, 24 cases | at most 5%": a_false_call_among_24,
     "6 pairs detect the smallest change | 9 of 10": shows_smallest_change,
-    "the recommended number of runs decides | none": lambda rng: decides(rng, 1),
-    "three times the recommended number of runs decides | 9 of 10": lambda rng: decides(rng, 3),
+    "the runs needed for the interval decide | none": lambda rng: decides(rng, 1),
+    "three times as many runs, as recommended, decide | 9 of 10": lambda rng: decides(rng, 3),
     "4 equal commands: one is called slower | at most 5%": lambda rng: bool(race(rng)),
     "4 equal commands: one is called slower, if each command has correlated times | none": (
         lambda rng: bool(race(rng, 0, True))

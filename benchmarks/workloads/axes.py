@@ -122,7 +122,7 @@ def expert_parallelize(model: Decoder, ep: DeviceMesh, same_experts: DeviceMesh)
     count = moe.count // ranks
     moe.mlps = moe.mlps[place * count : (place + 1) * count]
     fully_shard([*moe.mlps], mesh=same_experts)
-    # with autograd. Private; seen to work with torch 2.11, 2.14 and 2.15
+    # with autograd. Private API; works in torch 2.11, 2.14 and 2.15
     exchange = all_to_all_single_autograd
     compute_local = moe.compute
 

@@ -190,7 +190,7 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
 
 def forget_groups(mesh: DeviceMesh) -> None:
     """Drop a mesh's references to its process groups. DTensor's caches never release a mesh, which
-    keeps its groups for torch.compile. Private; seen to work with torch 2.11, 2.14 and 2.15."""
+    keeps its groups for torch.compile. Private API; works in torch 2.11, 2.14 and 2.15."""
     mesh._pg_registry.clear()
 
 

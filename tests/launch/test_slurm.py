@@ -185,7 +185,7 @@ def fill_disk(lab: Lab) -> None:
 
 
 KILLED = r"node2: task 1: Killed|host +: node2\n +rank +: 1 .*\n +exitcode +: -9"
-SILENT = r"rank 1 on node2, case '.*(stopped, dead or out of reach)"
+SILENT = r"rank 1 on node2, case '.*(stopped, dead or unreachable)"
 FAULTS: dict[str, tuple[Callable[[Lab], object], str]] = {  # what happens, and the message
     "killed rank": (lambda lab: lab.ranks(2)[1].kill(), KILLED),
     "killed agent": (lambda lab: lab.ranks(2)[1].parent().kill(), KILLED),

@@ -74,13 +74,14 @@ def check_pair(pair: dict[str, Any], text: str, is_like_with_like: bool = False)
         check_row(cells, row, is_like_with_like)
     counts = [len(pair["runs"][side]) for side in ("base", "test")]
     pattern = (
-        r": (\d+) of BASE, (\d+) of TEST; margin ([\d.]+) %; (?:the (\w+) of runs|the (\w+)|one)"
+        r": (\d+) of BASE, (\d+) of TEST; margin ([\d.]+) %; "
+        r"(?:unit of observation: the (\w+)|one)"
     )
     head = re.search(pattern, text)
     assert head
     assert [int(head[1]), int(head[2])] == counts
     assert float(head[3]) == pytest.approx(100 * pair["design"]["margin"])
-    unit = head[4] or head[5] or "run"
+    unit = head[4] or "run"
     assert unit == pair["design"]["unit"]
     sure = re.search(r"  ([\d.]+) % interval", text)
     assert sure

@@ -48,7 +48,7 @@ def test_the_late_rank_is_named_by_cost_and_not_by_count(tmp_path: Path) -> None
     paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1))
     assert columns(*paths) == {"0": ["30", "0.045"], "1": ["0.045", "30"]}
     # steps of 50, 50 and 41 + 9 * 0.3 - 0.3 + 0.045 = 43.445 ms have a mean of 47.815 ms
-    cost = "30 ms of a 47.81 ms step (62.7%), for more than 5% in 3 of 3 steps"
+    cost = "30 ms of a 47.815 ms step (62.7%), for more than 5% in 3 of 3 steps"
     line = f"makes the other ranks wait {cost}; mostly in all_reduce of dp"
     assert remarks(*paths) == [f"# rank 1 {line}"]
     paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1), hosts=["vm7", "vm8"])

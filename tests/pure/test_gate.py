@@ -274,9 +274,8 @@ def test_the_workflow_in_a_scratch_repository(
     assert len(tables) == len(noise)
     assert tables[-1].endswith(f"# --fail-on slower: {verdict}\n")
     for table, runs in zip(tables, (6, 12), strict=False):
-        assert (
-            f": {runs} of BASE, {runs} of TEST; margin 5 %; the pair of runs is the unit" in table
-        )
+        sides = f": {runs} of BASE, {runs} of TEST; margin 5 %"
+        assert f"{sides}; unit of observation: the pair of runs" in table
         folder = github.temp / "speed" / str(runs)
         assert len(list(folder.glob("a/*.jsonl"))) == len(list(folder.glob("b/*.jsonl"))) == runs
     neutral = [call for call in calls if "conclusion=neutral" in call]

@@ -122,4 +122,4 @@ def test_the_last_lines_suggest_the_next_commands(
     page = shlex.join(["python", str(analysis / "report.py"), "/r 1", "-o", "page.html"])
     assert report == f"report /r 1; {page}"
     compare = shlex.join(["python", str(analysis / "compare.py"), "/r 1.bak", "--test", "/r 1"])
-    assert before == f"before /r 1.bak; {compare}"
+    assert before == f"previous report /r 1.bak; to compare: {compare}"
