@@ -1,29 +1,27 @@
-"""How often are compare.py and ab.py wrong while other processes run? Real comparisons of two
-programs that take a second each, on this machine. docs/measuring.md shows the results next to those
-of the simulation.
+"""How often are compare.py and ab.py wrong while other processes run?
+
+Really compares two programs, each of which takes a second, on this machine. docs/measuring.md shows
+the results next to those of the simulation.
 
     python tests/measure_verdicts.py idle busy period:2 period:10 period:120 steady:5 steady:30
     python tests/measure_verdicts.py --comparisons 3 --change 10 --out try.jsonl idle
-
-idle         no other process: requires a quiet machine
-busy         one busy loop throughout
-period:S     a busy loop that runs for S / 2 seconds, then pauses for S / 2 seconds, repeatedly
-steady:P     a process that uses P % of all cores, as on a CI runner
-
-A comparison runs `ab.py --runs 6`, then compare.py on its first 6 runs of each side. TEST does
---change percent more work. A comparison takes 12 to 24 runs of 1.2 s, and 100 comparisons take 25
-to 50 minutes for each condition. Each one is appended to --out as it finishes, so that a later
-call adds to it.
-
     python tests/measure_verdicts.py --summary    # the table of all comparisons in --out
 
-counts wrong, right and missing verdicts, with the upper bound of the share of wrong ones (95 %,
-Clopper and Pearson 1934).
+    idle         no other process; requires a quiet machine
+    busy         one busy loop throughout
+    period:S     a busy loop that repeatedly runs for S / 2 seconds and pauses for S / 2 seconds
+    steady:P     a process that uses P % of all cores, as on a CI runner
+
+A comparison runs `ab.py --runs 6`, then compare.py on the first 6 runs of each side. TEST does
+--change percent more work than BASE. A comparison takes 12 to 24 runs of 1.2 s, so 100 comparisons
+of a condition take 25 to 50 minutes. Each comparison is appended to --out when it ends, and a later
+call adds to the file.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -32,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 10
-# 10 steps of a fixed amount of work, about a second in all, and the report of one's own loop
+# 10 steps of a fixed amount of work, about a second in total, and a report like that of an own loop
 PROGRAM = """
 import json, sys, time
 from datetime import UTC, datetime
@@ -61,7 +59,7 @@ with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
     for line in (head | {"started_at": started}, case, {"status": "complete"}):
         file.write(json.dumps(line) + "\\n")
 """.replace("STEPS", str(STEPS))
-# on for `on` seconds, off for `off` seconds, until its parent is gone
+# uses a core for `on` seconds and sleeps for `off` seconds, until its parent has ended
 NEIGHBOUR = """
 import os, sys, time
 on, off, parent = float(sys.argv[1]), float(sys.argv[2]), os.getppid()
@@ -74,7 +72,7 @@ while os.getppid() == parent:
 
 
 def neighbours(condition: str) -> list[tuple[float, float]]:
-    """Seconds on and off of each process that runs beside the programs."""
+    """For each process that runs next to the programs: seconds of a busy loop, seconds of sleep."""
     name, _, number = condition.partition(":")
     cores = len(os.sched_getaffinity(0))
     if name == "idle":
@@ -84,7 +82,7 @@ def neighbours(condition: str) -> list[tuple[float, float]]:
     if name == "period":
         return [(float(number) / 2, float(number) / 2)]
     if name == "steady":
-        share = float(number) / 100 * cores  # of one core, or more than one process
+        share = float(number) / 100 * cores  # of one core
         count = max(1, round(share + 0.499))
         on = 0.02 * share / count
         return [(on, 0.02 - on)] * count
@@ -92,7 +90,7 @@ def neighbours(condition: str) -> list[tuple[float, float]]:
 
 
 @contextlib.contextmanager
-def beside(condition: str) -> Iterator[None]:
+def other_processes(condition: str) -> Iterator[None]:
     started = [
         subprocess.Popen([sys.executable, "-c", NEIGHBOUR, str(on), str(off)])
         for on, off in neighbours(condition)
@@ -105,8 +103,8 @@ def beside(condition: str) -> Iterator[None]:
             process.wait()
 
 
-def work_of_a_second() -> int:
-    """How much work a step of a tenth of a second has, here and now."""
+def work_of_a_step() -> int:
+    """Number of iterations of PROGRAM's loop in a tenth of a second, on this machine."""
     begin, total, work = time.perf_counter(), 0, 200_000
     for i in range(work):
         total += i * i
@@ -153,25 +151,36 @@ def compared(folder: Path, work: int, change: float) -> dict[str, Any]:
 
 
 def upper_bound(wrong: int, count: int) -> float:
+    """Upper 95% confidence bound of a share (Clopper and Pearson 1934, Biometrika 26:404)."""
     return float(stats.beta.ppf(0.95, wrong + 1, count - wrong)) if wrong < count else 1.0
 
 
+def order(condition: str) -> tuple[str, float]:
+    name, _, number = condition.partition(":")
+    return name, float(number or 0)
+
+
 def summary(comparisons: list[dict[str, Any]]) -> str:
-    """A row for each condition and change: share of wrong verdicts, its upper bound, of missing
-    and of correct ones, of ab.py and of compare.py."""
-    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    """A row for each change and condition, and one for all periods together. Of ab.py and
+    compare.py: the share of wrong verdicts, its upper bound, and the shares of missing and of
+    correct verdicts."""
+    groups: dict[tuple[float, tuple[str, float]], list[dict[str, Any]]] = defaultdict(list)
     for line in comparisons:
-        groups.setdefault((line["condition"], line["change"]), []).append(line)
+        name, number = order(line["condition"])
+        groups[line["change"], (name, number)].append(line)
+        if name == "period":
+            groups[line["change"], (name, math.inf)].append(line)
     rows: list[list[str]] = []
-    for (condition, change), lines in groups.items():
+    for (change, (_, number)), lines in sorted(groups.items()):
+        condition = "all periods" if number == math.inf else lines[0]["condition"]
         loads = [line["load"] for line in lines]
-        row = [condition, f"{change:g} %", str(len(lines)), f"{statistics.fmean(loads):.1%}"]
+        row = [condition, f"{change:g}%", str(len(lines)), f"{statistics.fmean(loads):.1%}"]
         for tool in ("ab", "compare"):
             count = Counter(line[tool] for line in lines)
             wrong = count["faster"] + (count["same"] if change else count["slower"])
-            right = count["slower"] if change else count["same"]
+            correct = count["slower"] if change else count["same"]
             row += [f"{wrong / len(lines):.1%}", f"{upper_bound(wrong, len(lines)):.1%}"]
-            row += [f"{count['undecided'] / len(lines):.1%}", f"{right / len(lines):.1%}"]
+            row += [f"{count['undecided'] / len(lines):.1%}", f"{correct / len(lines):.1%}"]
         rows.append(row)
     header = ["other processes", "change", "comparisons", "mean load"]
     for tool in ("ab.py", "compare.py"):
@@ -192,9 +201,9 @@ def main() -> None:
     if args.summary:
         print(summary([json.loads(line) for line in args.out.read_text().splitlines()]))
         return
-    work = work_of_a_second()
+    work = work_of_a_step()
     for condition in args.conditions:
-        with beside(condition), tempfile.TemporaryDirectory() as folder:
+        with other_processes(condition), tempfile.TemporaryDirectory() as folder:
             for number in range(args.comparisons):
                 place = Path(folder) / str(number)
                 place.mkdir()

@@ -58,3 +58,12 @@ def test_a_verdict_that_misses_a_planted_change_is_wrong() -> None:
         *("0.0%", "95.0%", "0.0%", "100.0%"),
         *("100.0%", "100.0%", "0.0%", "0.0%"),
     ]
+
+
+def test_all_periods_together_are_a_row() -> None:
+    line = {"change": 0.0, "load": 0.5, "ab": "same", "compare": "undecided"}
+    lines = [line | {"condition": f"period:{period}"} for period in (10, 2, 10)]
+    rows = [row.split("|")[1:4] for row in summary(lines).splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        *(["period:2", "0%", "1"], ["period:10", "0%", "2"], ["all periods", "0%", "3"]),
+    ]
