@@ -38,6 +38,7 @@ from typing import Any
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
+CONDITIONS = ("idle", "busy", "period", "steady")
 STEPS = 10
 # 10 steps of a fixed amount of work, about a second in total, and a report like that of an own loop
 PROGRAM = """
@@ -155,24 +156,24 @@ def upper_bound(wrong: int, count: int) -> float:
     return float(stats.beta.ppf(0.95, wrong + 1, count - wrong)) if wrong < count else 1.0
 
 
-def order(condition: str) -> tuple[str, float]:
+def order(condition: str) -> tuple[int, float]:
+    """The place of a condition in the table."""
     name, _, number = condition.partition(":")
-    return name, float(number or 0)
+    return CONDITIONS.index(name), float(number or 0)
 
 
 def summary(comparisons: list[dict[str, Any]]) -> str:
     """A row for each change and condition, and one for all periods together. Of ab.py and
     compare.py: the share of wrong verdicts, its upper bound, and the shares of missing and of
     correct verdicts."""
-    groups: dict[tuple[float, tuple[str, float]], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[float, tuple[int, float]], list[dict[str, Any]]] = defaultdict(list)
     for line in comparisons:
-        name, number = order(line["condition"])
-        groups[line["change"], (name, number)].append(line)
-        if name == "period":
-            groups[line["change"], (name, math.inf)].append(line)
+        groups[line["change"], order(line["condition"])].append(line)
+        if line["condition"].startswith("period"):
+            groups[line["change"], order("period:inf")].append(line)
     rows: list[list[str]] = []
-    for (change, (_, number)), lines in sorted(groups.items()):
-        condition = "all periods" if number == math.inf else lines[0]["condition"]
+    for (change, place), lines in sorted(groups.items()):
+        condition = "all periods" if math.inf in place else lines[0]["condition"]
         loads = [line["load"] for line in lines]
         row = [condition, f"{change:g}%", str(len(lines)), f"{statistics.fmean(loads):.1%}"]
         for tool in ("ab", "compare"):
