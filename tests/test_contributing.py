@@ -39,7 +39,8 @@ def test_the_example_runs_and_breaks_no_other_test(
 ) -> None:
     """In a copy of the project, with the other files that CONTRIBUTING.md requires for a script."""
     checkout = tmp_path / "a checkout"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    ignored = shutil.ignore_patterns(".git", ".*_cache", "__pycache__")
+    shutil.copytree(ROOT, checkout, ignore=ignored)
     (checkout / "benchmarks" / "x.py").write_text(EXAMPLE)
     (checkout / "docs" / "x.md").write_text(f"# x.py\n\n{COMMAND}\n")
     (checkout / "tests" / "test_x.py").touch()
