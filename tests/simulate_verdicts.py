@@ -156,10 +156,10 @@ CORES, GAP_S, RUNS = 2, 0.3, 6
 # Condition -> seconds during which the other process runs, seconds during which it pauses, and the
 # share of the cores that it uses while it runs
 LOADS = {
-    "(a) idle": (1.0, 0.0, 0.0),
-    "(b) a busy loop throughout": (1.0, 0.0, 0.5),
-    **{f"(c) a busy loop every {s} s": (s / 2, s / 2, 0.5) for s in (2, 10, 30, 60, 120)},
-    **{f"(d) {p} % of the cores": (1.0, 0.0, p / 100) for p in (5, 10, 15, 30)},
+    "idle": (1.0, 0.0, 0.0),
+    "a busy loop throughout": (1.0, 0.0, 0.5),
+    **{f"a busy loop every {s} s": (s / 2, s / 2, 0.5) for s in (2, 10, 30, 60, 120)},
+    **{f"{p} % of the cores": (1.0, 0.0, p / 100) for p in (5, 10, 15, 30)},
 }
 
 

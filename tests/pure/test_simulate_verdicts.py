@@ -31,12 +31,12 @@ def test_error_rates(name: str) -> None:
 
 @pytest.mark.parametrize("how", [by_ab, by_compare])
 def test_equal_programs_under_load_are_not_called_different(how: Any) -> None:
-    for condition in ("(b) a busy loop throughout", "(c) a busy loop every 10 s"):
+    for condition in ("a busy loop throughout", "a busy loop every 10 s"):
         assert under_load(how, condition, 0, 15)[0] <= 0.2
 
 
 def test_steady_load_and_pairs() -> None:
-    condition = "(d) 30 % of the cores"
+    condition = "30 % of the cores"
     assert under_load(by_ab, condition, 0.1, 6)[2] == 1
     assert under_load(by_compare, condition, 0.1, 6)[1] == 1
 
