@@ -66,8 +66,8 @@ def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
 
 
 def test_rates_by_hand() -> None:
-    """Two blocks of two steps take max(1 + 1, 1.5 + 1.5) + max(2 + 2, 1 + 1) = 7 s for 8
-    gradients."""
+    """Two blocks of two steps take max(1 + 1, 1.5 + 1.5) = 3 s and max(2 + 2, 1 + 1) = 4 s, each
+    for 4 gradients. The median rate is (4 / 3 + 1) / 2 = 7 / 6."""
     steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
     key = {"in_features": 9, "out_features": 10}
     case = Case(key=key, ranks=[0, 1], samples_s={"step": steps}, rounds=[2, 2])
@@ -78,10 +78,10 @@ def test_rates_by_hand() -> None:
     m = case.metrics
     assert m["step_s"].value == 1.5  # of trainer 0
     assert m["latency_s"].value == m["latency_p95_s"] == 0.75
-    assert m["gradients_per_s"].value == pytest.approx(8 / 7)
+    assert m["gradients_per_s"].value == pytest.approx(7 / 6)
     assert m["gradients_per_update"] == pytest.approx(12 / 7)
-    assert m["updates_per_s"].value == pytest.approx(8 / 12)
-    assert m["mb_per_s"].value == pytest.approx(8 / 7 * 2 * 100 * 4 / 1e6)
+    assert m["updates_per_s"].value == pytest.approx(7 / 6 / (12 / 7))
+    assert m["mb_per_s"].value == pytest.approx(7 / 6 * 2 * 100 * 4 / 1e6)
     assert case.check == "passed"
     facts[1]["sent"] = 7
     batch_update_ps.derive(case, times, facts)
