@@ -48,7 +48,7 @@ def test_the_last_lines_suggest_commands_and_a_dry_run_resumes(bench: Callable[.
     measure."""
     bench("benchmarks/collectives.py", *FEW)
     run = bench("benchmarks/collectives.py", *FEW)
-    last = r"\n# report .*report\.jsonl; python .*\.bak; python .*\n# elapsed \d.*\n"
+    last = r"\n# report .*report\.jsonl; python .*\.bak; to compare: python .*\n# elapsed \d.*\n"
     assert re.search(last, run.out, re.DOTALL)
     assert set(run.report.environment) >= {"version", "others"}
     (load_of_node,) = run.report.end["others"]
