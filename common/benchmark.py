@@ -621,10 +621,11 @@ def gpu_is_lost(device: torch.device) -> bool:
 
 def turn_pipes() -> list[str]:
     """The paths of two named pipes if ab.py --interleave runs this command, otherwise []. Refuses
-    any other value of the variable, on rank 0."""
+    any other value of the variable. Other nodes than that of rank 0 need not have the pipes."""
     text = os.environ.get(cli.TURN, "")
     pipes = text.split(":") if text else []
-    if pipes and cli.is_rank_0() and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
+    checks = cli.is_rank_0() or cli.is_on_one_node()
+    if pipes and checks and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
         expected = "two named pipes, which ab.py --interleave sets"
         cli.refuse(f"{cli.TURN}: expected {expected}, got {text!r}; try unset {cli.TURN}")
     return pipes

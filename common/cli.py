@@ -55,7 +55,8 @@ def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoRetur
         # If this rank ended first, the launcher would kill rank 0 before rank 0 has printed the
         # line. There is no store yet to wait in. Once rank 0 ends, the launcher ends this rank.
         time.sleep(10)
-        launched = ["TORCHELASTIC_RUN_ID", *(rank for rank, _ in read_launchers())]
+        launched = ["TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMIX_RANK"]
+        launched += [rank for rank, _ in read_launchers()]
         if not any(name in os.environ for name in launched):  # each rank has its own command line
             print_error(line)
     sys.exit(status)
@@ -67,8 +68,14 @@ def read_launchers() -> list[tuple[str, str]]:
     lines = list[str]()
     with contextlib.suppress(OSError):
         lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
-    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
     return [(rank, size) for _, _, rank, size, *_ in rows]
+
+
+def is_on_one_node() -> bool:
+    """Whether all ranks of the job are on this node, according to the launcher's variables."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
 
 
 def is_rank_0() -> bool:
@@ -478,9 +485,7 @@ def check_output(flag: str, path: str | None) -> None:
 
     Ranks of nodes other than rank 0's check nothing, because the folder need not exist there.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    is_on_one_node = os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
-    if path in (None, "", "-") or not (is_rank_0() or is_on_one_node):
+    if path in (None, "", "-") or not (is_rank_0() or is_on_one_node()):
         return
     if os.path.isdir(path):
         refuse(f"{flag}: expected a file, got the folder {path}; e.g. {path}/1.jsonl")

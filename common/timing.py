@@ -248,9 +248,11 @@ class TimedLoop:
         """Return the rule that ends the case, or "". The group's first rank decides for all."""
         newest, aligned = self.times.samples_s[STEP][-block:], self.workload.aligned
         rows = [self.slowest_rank(newest)] if aligned else self.each_rank(newest)
-        before = self.step_s or [[]] * len(rows)
-        self.step_s = [old + new for old, new in zip(before, rows, strict=True)]
-        self.slowest_s = iteration_times(self.step_s, aligned).tolist()
+        self.step_s = self.step_s or [[] for _ in rows]
+        for row, new in zip(self.step_s, rows, strict=True):
+            row += new
+        slowest_s = self.step_s[0] if aligned else iteration_times(self.step_s, aligned).tolist()
+        self.slowest_s = slowest_s
         rounds, compared = len(self.times.rounds), bool(self.workload.compared)
         reached = rule_reached(self.slowest_s, rounds, spent_s, self.rule, compared)
         return broadcast(reached, self.group)

@@ -333,7 +333,7 @@ def lines_by_state(by_state: dict[str, list[State]]) -> list[str]:
     for name, states in by_state.items():
         lines += [f"{state['where']}: {name}" for state in states[:MOST_NAMED]]
         if len(states) > MOST_NAMED:
-            lines.append(f"and {len(states) - MOST_NAMED:,} more ranks: {name}")
+            lines.append(f"and {len(states) - MOST_NAMED:,} more: {name}")
     return lines
 
 

@@ -37,7 +37,7 @@ def test_ranks_have_lines_and_many_with_the_same_state_are_counted() -> None:
     lines = lines_by_state(ranks_by_state(states))
     assert lines[:3] == [f"rank 1: {SILENT}", f"rank 2: {LATE}", f"rank 3: {LATE}"]
     assert lines[3:6] == [f"rank 0: {WAITS}", f"rank 4: {WAITS}", f"rank 5: {WAITS}"]
-    assert lines[18:] == [f"rank 18: {WAITS}", f"and 1,005 more ranks: {WAITS}"]
+    assert lines[18:] == [f"rank 18: {WAITS}", f"and 1,005 more: {WAITS}"]
 
 
 class Written:
