@@ -8,8 +8,8 @@ server averages them, takes one SGD step, and sends the new parameters to all wa
     step          compute gradients, send them, wait for the reply
     latency       the part of a step from sending the gradients until the trainer has installed the
                   new parameters
-    gradients/s = median over blocks of: gradients of all trainers / seconds until the last trainer
-                  has finished
+    gradients/s = median over blocks of (gradients of all trainers) / (seconds until the last
+                  trainer has finished)
     updates/s   = gradients/s / mean number of gradients per update
     MB/s        = gradients/s * 2 * bytes of the parameters (request and reply, without the overhead
                   of pickle)
@@ -20,9 +20,9 @@ server averages them, takes one SGD step, and sends the new parameters to all wa
         benchmarks/batch_update_ps.py --batch-update-size 5 --json report.jsonl
 
 The script is a new implementation of parameter_server_test.py, the code of PyTorch's tutorial
-"Implementing Batch RPC Processing Using Asynchronous Executions". Its settings are `--payload
-module --iters 4 --rpc-threads 16 --rpc-transports auto --log-updates`. docs/batch_update_ps.md
-explains the table. BSD-3-Clause.
+"Implementing Batch RPC Processing Using Asynchronous Executions". The settings of the tutorial are
+`--payload module --iters 4 --rpc-threads 16 --rpc-transports auto --log-updates`.
+docs/batch_update_ps.md explains the table. BSD-3-Clause.
 """
 
 import argparse
@@ -237,7 +237,7 @@ def send_gradients(trainer: int, gradients: Any, timeout_s: float) -> Any:
             raise
         missing = rpc.rpc_sync("server0", get_state)["missing"]
         names = ", ".join(f"trainer{number}" for number in missing) or "none"
-        raise TimeoutError(f"waited {timeout_s:g} s; missing: {names}") from None
+        raise TimeoutError(f"no reply within {timeout_s:g} s; gradients missing: {names}") from None
 
 
 # [/core]
@@ -360,7 +360,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     problem = facts[0]["wrong"]
     sent = sum(fact["sent"] for fact in facts)
     if not problem and sent != arrived:
-        problem = f"the trainers sent {sent} gradients, the server's log has {arrived}"
+        problem = f"the trainers sent {sent} gradients, but the server's log contains {arrived}"
     case.check = verdict(problem)
     metrics["updates"] = len(updates)
     metrics["log"] = updates[-MAX_LOGGED:]

@@ -88,9 +88,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = f"save methods: {', '.join(MODES)} or all (default: {','.join(DEFAULT_MODES)})"
     modes = list_of(str, tuple(MODES))
     add("--modes", type=modes, default=DEFAULT_MODES, metavar="M", help=text)
-    text = "fsdp2, ddp or both (default: fsdp2)"
+    text = "list of fsdp2, ddp (default: fsdp2)"
     add("--strategy", type=list_of(str, ("fsdp2", "ddp")), default=["fsdp2"], help=text)
-    text = "new or empty folders to save into, on all nodes (default: a new one in TMPDIR)"
+    text = "new or empty folders to save into, shared by all nodes (default: a new one in TMPDIR)"
     add("--paths", "--path", type=list_of(str), metavar="PATH", help=text)
     text = "checkpoint interval in seconds, for `cost` (default: 600)"
     add("--every", type=cli.positive_float, default=600.0, metavar="S", help=text)

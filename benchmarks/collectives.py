@@ -22,7 +22,7 @@
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 1M -e 4M --beside all_to_all:1M
 
 The table, the formulas and most of the flags are those of NVIDIA's nccl-tests (-I: README.md and
-src/util.cu of version 2.19.6, a0b82b2), without its code. The calls are in
+src/util.cu of version 2.19.6, a0b82b2); the code is new. The calls are in
 benchmarks/workloads/operations.py. BSD-3-Clause.
 """
 
@@ -71,7 +71,7 @@ UNALIGNED = "buffers are always aligned; for unaligned sizes use e.g. "
 UNALIGNED += "-b 1048576 -e 1048592 -i 2 -d half"
 GONE = {  # flags of nccl-tests that are not available -> what to use instead
     **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
-    **dict.fromkeys(("-a", "--average"), "the maximum over ranks is printed; --json stores all"),
+    **dict.fromkeys(("-a", "--average"), "the maximum over ranks is printed; --json has all times"),
     **dict.fromkeys(("-u", "--unalign"), UNALIGNED),
     **dict.fromkeys(("-z", "--blocking"), "CUDA_LAUNCH_BLOCKING=1 waits for each call"),
 }
@@ -94,9 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     step("-i", "--stepbytes", type=positive_size, metavar="SIZE", help="increment between sizes")
     factor, text = cli.number(float, 1, above=True), "factor between sizes (default: 2)"
     step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help=text)
-    text = (
-        "calls per sample (default: 1 on the CPU and with -I; on CUDA 20, at most 4 GiB together)"
-    )
+    text = "calls per sample (default: 1 on the CPU and with -I; on CUDA 20, up to 4 GiB in total)"
     add("-n", "--calls", type=cli.positive_int, metavar="N", help=text)
     text = f"list of {', '.join(TYPES)} (default: float32)"
     add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=text)
@@ -115,7 +113,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--groups", default="world", metavar="G", help=text)
     text = "link speed; busbw is also printed as a percentage of it"
     add("--limit", type=cli.positive_float, metavar="GB/s", help=text)
-    text = "fail if the largest busbw is below 0.9 of this"
+    text = "fail if the largest busbw is below 90%% of this"
     add("--min-busbw", type=cli.positive_float, default=0, metavar="GB/s", help=text)
     text = "also time each size while this collective runs in a second group, e.g. all_to_all:4M "
     text += "(default size: the same)"
@@ -131,7 +129,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         flag = "-i" if args.stepbytes else "-f"
         parser.error(f"{flag}: more than {MAX_SIZES:,} sizes; use larger steps, e.g. -f 2")
     if args.cudagraph and not cli.on_cuda(args.device):
-        parser.error("-G requires CUDA, and this run is on the CPU; leave it out")
+        parser.error("-G requires CUDA, but this run is on the CPU; leave it out")
     if args.cudagraph and args.per_iter_timing:
         parser.error("-I cannot be used with -G, which does not time single calls")
     return args
@@ -592,7 +590,7 @@ def uncertainty(case: Case) -> str:
 
 def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) -> None:
     """Print the last lines of nccl-tests, which other tools parse. Fails the run if the largest bus
-    bandwidth of a table is below 0.9 of --min-busbw."""
+    bandwidth of a table is below 90% of --min-busbw."""
     wrong = 0
     all_rates: list[float] = []
     for cases in tables.values():
@@ -603,7 +601,7 @@ def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) ->
             rates += [rate.value for rate in busbw if rate.value]  # it is 0 for a single rank
         if rates and max(rates) < 0.9 * min_busbw:
             fastest = f"{kind_of(cases[0].key)}: the largest busbw, {max(rates):.4g} GB/s"
-            bench.fail(f"{fastest}, is below 0.9 of --min-busbw {min_busbw:g}")
+            bench.fail(f"{fastest}, is below 90% of --min-busbw {min_busbw:g}")
         all_rates += rates
     mean = np.mean(all_rates) if all_rates else 0
     bench.print(f"#\n# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
@@ -678,7 +676,7 @@ def answer_beside(cases: list[Case]) -> str:
     if ratio.relative is None:
         cost = f"no verdict on how much they slow each other down: {cost}"
     elif ratio.may_be(1):
-        cost = f"no significant slowdown at the same time: {cost}"
+        cost = f"no significant slowdown if both run at the same time: {cost}"
     else:
         cost = f"at the same time they take {cost}"
     return f"{pair}: {cost}; one after the other, {case.metrics['in_turn_over_longer']:.2f} times"

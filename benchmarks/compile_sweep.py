@@ -34,8 +34,8 @@ gmean is the geometric mean over rounds of block medians.
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --model package.module:function \\
         --interleave --strategies ddp,fsdp2 --backends eager
 
-The question and the flags are those of PyTorch's benchmarks/dynamo/distributed.py; the code is new.
-BSD-3-Clause.
+The script is a new implementation of the original, PyTorch's benchmarks/dynamo/distributed.py, and
+accepts most of its flags. BSD-3-Clause.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     batch = "batch size per rank (default: 8 on CUDA, 4 on the CPU)"
     add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=DTYPE_HELP)
-    units = "shard each layer in the model's lists as a unit (default: yes; with --fsdp: no)"
+    units = "shard each layer in the model's ModuleLists as a unit (default: yes; with --fsdp: no)"
     add("--fsdp-wrap", action=BooleanOptionalAction, help=units)
     classes = "instead shard the modules of these classes as units, e.g. BertLayer"
     add("--fsdp-wrap-classes", type=cli.list_of(str), default=[], metavar="CLASS", help=classes)
@@ -207,7 +207,7 @@ def backend_name(text: str) -> str:
 # [core]
 
 TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; those of toy are the original's
-LISTS = (nn.ModuleList, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.ModuleDict)  # called ModuleLists in messages
 # positional and keyword arguments of the forward pass, and a function from the output to the loss
 Batch = tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor]]
 
@@ -368,7 +368,7 @@ def reference_of(task: Task, dtype: str, ranks: int) -> Reference | str:
         once = float(loss(alone, batches[0]).detach())
         reference = train_alone(alone, batches, loss, weights, task.optimize)
     except RuntimeError as error:  # an error that all ranks share fails the case later
-        return f"one process alone fails: {cli.describe(error)}"
+        return f"the reference, in one process, fails: {cli.describe(error)}"
     if abs(reference.losses[0][0] - once) > TOLERANCES[dtype] / 100 * abs(once):
         return "the model draws random numbers, such as those of dropout"
     return reference
@@ -432,7 +432,7 @@ def choose_layers(
     model: nn.Module, key: Key, own: list[nn.Module] | None = None
 ) -> list[nn.Module]:
     """The modules that FSDP shards as units or checkpoints, inner modules first: those of
-    --fsdp-wrap-classes, otherwise those that your own model names, otherwise the layers in lists.
+    --fsdp-wrap-classes, otherwise those that your own model names, otherwise the layers in LISTS.
 
     Raises ValueError if the model has no module of such a class, or no layers to checkpoint.
     """
@@ -449,7 +449,7 @@ def choose_layers(
         layers = [module for module in model.modules() if module in own][::-1]
     if key["fsdp_checkpoint"] and not layers:
         advice = "e.g. --fsdp-wrap-classes BertLayer"
-        raise ValueError(f"--fsdp-checkpoint: the model has no layers in lists; {advice}")
+        raise ValueError(f"--fsdp-checkpoint: the model has no layers in ModuleLists; {advice}")
     return layers
 
 
@@ -710,7 +710,7 @@ def answer(cases: list[Case]) -> list[str]:
             sentence += f"; compiling pays off after {payback.text('steps', digits=0)}"
         sentences.append(f"{begin}: {sentence}")
     if len(cases) > 1:
-        steps = ", ".join(f"{case.metrics['step_s']} by {case.name}" for case in cases)
+        steps = ", ".join(f"{case.metrics['step_s']} with {case.name}" for case in cases)
         how = "these were timed one after the other, so they are not ranked"
         sentences.append(f"{begin}: a step takes {steps}; {how}; --interleave compares them")
     return sentences
@@ -729,7 +729,7 @@ def title_of(
     words = [model, f"batch size {size or 'unknown'}", name_precision(dtype, device)]
     if any(strategy.startswith("fsdp") for strategy in args.strategies):
         named = own.units if own else None  # number of modules in the model's fsdp_units
-        units = "the layers in lists"
+        units = "the layers in ModuleLists"
         if named is not None:
             units = f"{count_of(named, 'module')} of fsdp_units"
         units = cli.cut(args.fsdp_wrap_classes) or units
@@ -771,7 +771,7 @@ def plan(args: Namespace, job: Job, own: dict[str, Trial]) -> dict[str, list[Pla
 
 
 def has_no_lists(case: Case, own: dict[str, Trial]) -> bool:
-    """Whether FSDP was to shard the layers in lists, but the model has none."""
+    """Whether FSDP was to shard the layers in LISTS, but the model has none."""
     names_units = case.key["model"] in own and own[case.key["model"]].units is not None
     if case.failed or names_units or not case.key["fsdp_wrap"]:
         return False
@@ -832,7 +832,8 @@ def main() -> int:
                     if case and case.check.startswith("skipped"):
                         bench.print(f"# not checked: {case.check.removeprefix('skipped: ')}")
                     if case and has_no_lists(case, own):
-                        bench.print(f"# {key['model']} has no lists of layers: FSDP in one unit")
+                        why = "has no ModuleList of two or more layers of one class"
+                        bench.print(f"# {key['model']} {why}: FSDP in one unit")
             if table.passed:
                 bench.print_table(COSTS, table.passed, f"Cost: {title}")
     return bench.status

@@ -434,8 +434,8 @@ class TrainersTable(Table):
 
 
 def answer(cases: list[Case]) -> str:
-    """The throughput of each combination of lookup and autograd."""
-    rates = {case.name: case.metrics["samples_per_s"] for case in cases}
+    """The throughput with each combination of lookup and autograd."""
+    rates = {case.name.replace(", ", " and "): case.metrics["samples_per_s"] for case in cases}
     return f"the trainers process {side_by_side(rates, 'samples/s')}"
 
 

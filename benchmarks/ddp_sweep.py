@@ -35,7 +35,7 @@ Each printed ratio or difference is the quotient or the difference of the printe
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/ddp_sweep.py --comm-hook none,bf16 --bucket-size 25,100 --interleave
 
-The question is that of PyTorch's benchmarks/distributed/ddp/benchmark.py; the code is new.
+The script answers the question of PyTorch's benchmarks/distributed/ddp/benchmark.py with new code.
 BSD-3-Clause.
 """
 
@@ -258,7 +258,10 @@ def make_batch(samples: int, pixels: int, device: torch.device) -> Batch:
 def wrap(
     model: nn.Module, group: dist.ProcessGroup, bucket_mb: float, hook: str, **options: bool
 ) -> DistributedDataParallel:
-    """The model under DDP, which communicates gradients but no buffers. options: of DDP."""
+    """Wrap the model in DDP, which then communicates gradients, but no buffers.
+
+    options: further arguments of DDP.
+    """
     sync_buffers = "forward_sync_buffers"  # older versions of torch have broadcast_buffers instead
     if sync_buffers not in inspect.signature(DistributedDataParallel).parameters:
         sync_buffers = "broadcast_buffers"
@@ -282,8 +285,8 @@ def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
 
 
 def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
-    """A step that only averages: buckets of the same sizes as DDP's, all started at once, by the
-    same hook. DDP does not expose its buckets, so tensors of zeros replace them.
+    """Return a step that only averages gradients: all buckets at once, with DDP's bucket sizes and
+    the same hook. DDP does not expose its buckets, so tensors of zeros replace them.
 
     Raises ValueError for powersgd, which does not send its low-rank factors all at once.
     """
@@ -387,7 +390,8 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
             if broadcast(one_rank and fits(one_rank), group):  # the first rank decides
                 parts["no ddp"] = one_rank
             else:
-                bench.print(f"# no efficiency: a batch of {size} does not fit on one rank")
+                why = f"a batch of {size} does not fit into the memory of one rank"
+                bench.print(f"# no efficiency: {why}")
     return Workload(
         first.step,
         parts,
@@ -640,7 +644,7 @@ def scaling(case: Case) -> str:
     metrics, ranks = case.metrics, len(case.ranks)
     of = f"{model_of(case)}, buckets of {setting_of(case).text}"
     step, on_ranks = metrics["step_s"], f"{of}: DDP on {count_of(ranks, 'rank')}"
-    sentence, possible = f"{on_ranks} takes {step} a step", True
+    sentence, possible = f"{on_ranks} takes {step} per step", True
     if "efficiency" in metrics:
         speed = metrics["efficiency"] * ranks
         # under strong scaling the smaller batch of a rank may fit into its caches

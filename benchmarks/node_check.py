@@ -2,7 +2,8 @@
 """Are these nodes fit for training? A verdict, with names and reasons if they are not.
 
     alone     each rank by itself: matrix products, copies within memory, to the device and back,
-              and kernel launches. On the CPU the ranks of a node share its cores and take turns
+              and kernel launches. On the CPU the ranks of a node share its cores, so they run one
+              after the other
     links     disjoint pairs of ranks, in rounds: first all pairs within a node, then all pairs of
               nodes on all rails at once (rail i: the i-th ranks of all nodes). A sample is a series
               of messages of at least 4 MiB that takes at least 50 ms
@@ -11,15 +12,15 @@
               the mean of a block (`sustained`). This is the median block on CUDA, where heat slows
               down all blocks, and the fastest block on the CPU, where other processes slow down
               only some.
-              A link is judged by its slowest block, so that a burst that a switch or a cloud
-              provider allows is not taken for its bandwidth
-    slow      exceeds the median of its peers by --sigmas robust standard deviations (1.4826 times
-              the median absolute deviation) and by --margin in two measurements: the second one is
-              made if the first one finds something. The all_reduce between nodes is also compared
-              with the links that it uses
-    wrong     the results of a rank differ from those of most of its peers; data arrives damaged; a
-              node has fewer GPUs than the other nodes or than --gpus; other processes already held
-              more than 1 GiB of a GPU's memory when the run started
+              A link is judged by its slowest block, because a switch or a cloud provider may allow
+              bursts above the sustained bandwidth
+    slow      the time exceeds the median of its peers by --sigmas robust standard deviations
+              (1.4826 times the median absolute deviation) and by --margin, in two measurements. The
+              second one is made only if the first one finds something. The all_reduce between nodes
+              is also compared with the links that it uses
+    wrong     the results of a rank differ from those of most of its peers; received data is
+              corrupted; a node has fewer GPUs than the other nodes or than --gpus; other processes
+              already used more than 1 GiB of a GPU's memory when the run started
     +-%       distance from the median sample to the farther end of its 95% interval, for the least
               steady step of a rank
     busbw     2(n-1)/n * bytes / time
@@ -31,14 +32,14 @@ than a factor of 5 is reported in any case.
 Exit status: 0 fit; 1 slow or wrong, with the names in the last lines; 2 a mistake in the command;
 3 a hang; 4 nothing is wrong, and there is no verdict on slowness.
 
---min-tflops applies to the product in bf16 on CUDA, and to the one in fp32 on the CPU. Call srun in
-a job that has whole nodes with GPUs (salloc --exclusive, or sbatch).
+--min-tflops applies to the product in bf16 on CUDA, and to the one in fp32 on the CPU. Run the srun
+command within a Slurm job to which whole nodes with GPUs are allocated, e.g. in salloc --exclusive.
 
     torchrun --nproc-per-node 8 benchmarks/node_check.py
     torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --exclude-file bad.txt
     srun --ntasks-per-node 8 bash launch/slurm_env.sh python3 benchmarks/node_check.py && sbatch ...
 
-It answers the question of Megatron-LM's gpu_sniff_test.py, without its code. docs/node_check.md
+The script answers the question of Megatron-LM's gpu_sniff_test.py with new code. docs/node_check.md
 explains the output. BSD-3-Clause.
 """
 
@@ -145,7 +146,8 @@ def parse_args() -> argparse.Namespace:
     add, positive = parser.add_argument, cli.positive_float
     text = "time limit from the start of rank 0; cases beyond it are skipped (default: 60)"
     add("--budget", type=positive, default=60.0, metavar="SECONDS", help=text)
-    text = "exit with status 1 if anything is slow or wrong, or only if wrong (default: slow)"
+    text = "slow: exit with status 1 if anything is slow or wrong; wrong: only if it is wrong "
+    text += "(default: slow)"
     add("--fail-on", choices=("slow", "wrong"), default="slow", help=text)
     text = "robust standard deviations above the median that count as slow (default: 5)"
     add("--sigmas", type=positive, default=SIGMAS, metavar="S", help=text)
@@ -484,7 +486,7 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgem
     rows = [case for case in cases if "rank" in case.key]
     if not rows:
         return Judgement({}, [])
-    # a column that is empty for the first rank is empty for all, but for the intervals
+    # a column that is empty for the first rank is empty for all, except that of the intervals
     shown = {head: text for head, text in COLUMNS.items() if head == "+-%" or text(rows[0]) != "-"}
     bench.print_table(shown, rows)
     bench.print("")

@@ -6,21 +6,23 @@ exchange messages at the same time, or one pair after the other with --serial.
 
     latency         = time of a ping-pong of --latency-size bytes / 2. The fastest sample counts,
                       since disturbances only add time
-    a -> b          = size * n / (time of n messages from a to b and a reply)
+    a -> b          = size * n / (time of n messages from a to b and one reply)
     bidirectional   = 2 * size * n / time of n exchanges
-    n               = number of consecutive messages per sample: as many as take 50 ms. The slowest
-                      block counts: what the link sustains, not the burst that a switch allows
+    n               = number of consecutive messages per sample: by default, as many as take 50 ms.
+                      The slowest block counts, because it shows the sustained bandwidth; a switch
+                      may allow short bursts above it
     +-%             = distance from the median sample to the farther end of its 95% interval: how
                       steady the link is
-    slow            = costs more than the median of its peers by 10% and by --sigmas robust
-                      standard deviations (1.4826 times the median absolute deviation); by a factor
-                      of 5 if other processes use more than a tenth of the cores, or if their CPU
-                      use is unknown (ab.py --interleave, --resume)
-    a group sustains the bandwidth of its slowest link. The last line reports the largest group that
-                      sustains a bandwidth within 10% of that of the median link. The search is
-                      exact for up to 12 nodes (12 ranks on a single node), and greedy beyond
-    --by node       = rank i of one node exchanges with rank i of the other, for all i at the same
-                      time; their bandwidths are added
+    slow            = takes longer than the median of its peers by 10% and by --sigmas robust
+                      standard deviations (1.4826 times the median absolute deviation). If other
+                      processes use more than a tenth of the cores, or if their CPU use is unknown
+                      (ab.py --interleave, --resume), only a factor of more than 5 is reported
+    group           = a set of nodes (or of ranks on a single node); it sustains the bandwidth of
+                      its slowest link. The last line reports the largest group whose bandwidth is
+                      within 10% of that of the median link. The search is exact for up to 12 nodes
+                      (12 ranks on a single node), and greedy beyond
+    --by node       = rank i of one node exchanges messages with rank i of the other, for all i at
+                      the same time; their bandwidths are added
 
 The calls that are timed are in benchmarks/workloads/links.py.
 
@@ -95,7 +97,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "measure links between ranks or between nodes (default: rank)"
     add("--by", choices=("rank", "node"), default="rank", help=text)
     add("--serial", action="store_true", help="measure one pair at a time")
-    text = "deviations above the median that count as slow (default: 5)"
+    text = "robust standard deviations above the median that count as slow (default: 5)"
     add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help=text)
     plot = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
     add("--plot", type=plot, metavar="PATH", help=f"draw heat maps: {PLOT}; requires matplotlib")

@@ -147,7 +147,7 @@ def train_reference(key: Key, device: torch.device) -> Reference | str:
     try:
         return train_alone(create(key, device), rows, loss_of, weights)
     except RuntimeError as error:  # the model may be too large for one device
-        return f"one process alone fails: {cli.describe(error)}"
+        return f"the reference, in one process, fails: {cli.describe(error)}"
 
 
 def square_norm(model: nn.Module, mesh: Mesh) -> float:
@@ -329,8 +329,9 @@ def answer(cases: list[Case]) -> list[str]:
     if "compute_s" in metrics and (axes := parse_mesh(first).axes):
         step_s = metrics["step_s"].value
         exposed = {axis: metrics[f"exposed_{axis}_s"] for axis in axes}
-        parts = [f"{axis} exposes {seconds.part_of(step_s)}" for axis, seconds in exposed.items()]
-        sentence = f"of a step's {show_seconds(step_s)} under {first}, {', '.join(parts)}"
+        parts = [f"{axis} adds {seconds.part_of(step_s)}" for axis, seconds in exposed.items()]
+        sentence = f"under {first}, the communication of {' and that of '.join(parts)} "
+        sentence += f"to a step, which takes {show_seconds(step_s)}"
         cannot = any((seconds / metrics["step_s"]).above(1) for seconds in exposed.values())
         sentences.append(Implausible(sentence) if cannot else sentence)
     return sentences

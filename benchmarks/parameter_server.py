@@ -17,9 +17,9 @@ trainers: all servers have the same load, but the models of trainers that use di
 drift apart. A `running` server adds gradients as they arrive; a `batch` server collects all of them
 first. Both reply when the last gradient of a bucket has arrived.
 
-    step       time of an iteration on its slowest trainer. With rpc and --placement grouped, where
-               trainers of different servers do not wait for each other: median over blocks of the
-               seconds until the last trainer has finished the block / steps in the block
+    step       time of an iteration on its slowest trainer. With rpc and --placement grouped,
+               trainers of different servers do not wait for each other; the step is then the median
+               over blocks of (seconds until the last trainer has finished) / (steps in the block)
     samples/s  trainers * batch size / step
     hook       from the launch of a step's first bucket until its last bucket is averaged, on the
                slowest trainer
@@ -124,8 +124,8 @@ SETTINGS = {  # by flag: type, default, help
 
 GONE = {  # flags of the original, and what replaces them
     "--trainer": "DdpTrainer is the only trainer",
-    "--model": "DummyModel is the only model; --num-embeddings, --dense-layers set its size",
-    "--data": "DummyData is the only data set; --sample-count, --sample-length set its size",
+    "--model": "DummyModel is the only model; --num-embeddings and --dense-layers set its size",
+    "--data": "DummyData is the only data set; --sample-count and --sample-length set its size",
     "--data-config-path": "its entries are flags, e.g. --sample-count 1024",
     "--model-config-path": "its entries are flags, e.g. --num-embeddings 1024",
     "--server-config-path": "its entries are flags, e.g. --wire cpu",
@@ -145,7 +145,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = f"how buckets are averaged: {', '.join(ROUTES)} (default: all)"
     add("--routes", "--ddp-hook", type=routes, default=[*ROUTES], metavar="NAME", help=text)
     servers = list_of(lambda name: PYTORCH_SERVERS.get(name, name), SERVERS)
-    text = """running, batch or both (default: both). PyTorch's names are accepted, too:
+    text = """list of running, batch (default: both). PyTorch's names are accepted, too:
         AverageParameterServer for running, AverageBatchParameterServer for batch"""
     add("--servers", "--server", type=servers, default="all", metavar="NAME", help=text)
     placements = list_of(str, PLACEMENTS)
@@ -166,7 +166,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "time exactly N epochs; --iters counts steps instead"
     add("--epochs", type=COUNT, metavar="N", help=text)
     add_rpc_flags(parser, stragglers=True)
-    multi = "multi (nccl, and gloo for the sparse buckets of hybrid; same as nccl)"
+    multi = "multi (an alias of nccl; with both, hybrid uses gloo for sparse buckets)"
     add_common_flags(parser, backends=f"gloo, nccl, {multi}, ucc, mpi")
     args = parser.parse_args(argv)
     if args.dense_embedding and {"hybrid", "sparse_rpc"} & set(args.routes):

@@ -5,7 +5,8 @@
     with gaps    = no operation starts earlier than in the job; busy waits replace the computation
     replayed     = time of an operation in a replay with gaps (or back to back, if the recording has
                    no times), from its start until its end is observed; over NCCL, between two CUDA
-                   events. Mean over the calls of a step, maximum over ranks, p50 over the replays
+                   events. It is the mean over the calls of a step on the slowest rank, and then the
+                   median over the replays
     alone        = time of the same operation with nothing else in flight
     busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, divided by its sum over all rows
@@ -561,7 +562,7 @@ def choose(recordings: Sequence[Recording], only: Sequence[str] = (), gaps: bool
             if problems[call]:
                 lost[f"{call.kind.op} of {call.kind.group}: {problems[call]}"] += 1
     lines = [f"{count} x {text}" for text, count in lost.items()]
-    lines.append(f"not replayed: {lost.total()} of {sum(map(len, asked))}")
+    lines.append(f"not replayed: {lost.total()} of {sum(map(len, asked))} operations")
     kinds = sorted({call.kind for calls in kept for call in calls})
     steps = max(1, *(recording.steps for recording in recordings))
     time_s = max(recording.time_s for recording in recordings)
@@ -825,14 +826,18 @@ COLUMNS: Columns = {  # GB/s are busbw
 
 
 def answer(metrics: dict[str, Any]) -> str:
-    """The fraction of the job's step that is communication."""
+    """The fraction of the job's step that is communication.
+
+    `the communication of a step takes 5.09 ms (4.29 to 6.42) back to back, 31 % (26 to 39) of the
+    job's step of 16.3 ms; with the job's gaps, a step takes 16.3 ms (16.3 to 16.3)`
+    """
     alone, job_s = metrics["back_to_back_s"], metrics.get("job_step_s")
-    sentence = f"a step: {alone} back to back"
+    sentence = f"the communication of a step takes {alone} back to back"
     if not job_s:
         return sentence
     part = (alone / job_s).text("%", 100, 0)
-    of_job = f"{part} of the job's {show_seconds(job_s)}"
-    return f"{sentence}, {of_job}; {metrics['with_gaps_s']} with its gaps"
+    of_job = f"{part} of the job's step of {show_seconds(job_s)}"
+    return f"{sentence}, {of_job}; with the job's gaps, a step takes {metrics['with_gaps_s']}"
 
 
 def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -> None:

@@ -6,8 +6,8 @@ measures the latency of a single call, with more ranks the fan-in that a paramet
 run measures one setting of --rpc-threads, --rpc-transports and --rpc-channels. The operations are:
 
     rpc_sync         one call after the other
-    rpc_async        N calls are started, then all of them are awaited (--in-flight N); the time of
-                     one call is 1 / N of the time of the batch
+    rpc_async        N calls are started, then all of them are awaited (--in-flight N). The time of
+                     a call is the time of this batch / N
     remote           rpc.remote and to_here: the first request creates the result on the server, the
                      second one fetches it
     async_execution  the server returns a Future immediately and completes it on another thread
@@ -20,8 +20,8 @@ host and device that are necessary if only one side is on CUDA:
                      has arrived
     p50 .. p99       percentiles of the slowest caller (callers do not wait for each other within a
                      block)
-    calls/s          median over blocks of: calls of all callers / seconds from the common start
-                     until the last caller has finished
+    calls/s          median over blocks of (calls of all callers) / (seconds from the common start
+                     until the last caller has finished)
     GB/s             calls/s * payload for one way, twice that for a round trip
 
     torchrun --nproc-per-node 2 benchmarks/rpc_latency.py
@@ -83,8 +83,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=text)
     text = "payload sizes (default: 4,4K,64K,1M,64M)"
     add("--sizes", type=list_of(size), default=SIZES, metavar="BYTES", help=text)
-    text = """number of concurrent calls of rpc_async, reduced where a caller would have more than
-        64M in flight (default: 8)"""
+    text = """number of concurrent calls of rpc_async; fewer if they would exceed 64M in flight per
+        caller (default: 8)"""
     add("--in-flight", type=positive_int, default=8, metavar="N", help=text)
     add_rpc_flags(parser, server_device="auto")
     add_common_flags(parser, min_iters=6, max_seconds=1.0)
@@ -218,7 +218,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     problem = None
     if received != (sent, sent * key["size_bytes"]):
         calls_and_bytes = f"{received[0]} one-way calls with {received[1]} bytes"
-        problem = f"the server received {calls_and_bytes}, the callers sent {sent} calls"
+        problem = f"the server received {calls_and_bytes}, but the callers sent {sent} calls"
     for caller, fact in enumerate(facts):
         if wrong := fact["wrong"]:
             problem = f"{wrong} of the last echoes to caller {caller} differ from its payload"

@@ -8,8 +8,8 @@ collectives.py has measured.
 
     bytes     size of a collective as in nccl-tests: of the input or output of a rank, whichever is
               larger
-    bus       bytes * factor, which a ring sends over each link. The factor for n ranks is
-              2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter and
+    bus       bytes * factor: the bytes that a ring algorithm sends over each link. The factor for n
+              ranks is 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter and
               all_to_all; and 1 otherwise
     TFLOP     FLOPs of the model for the global batch, divided by the number of ranks
     ms        sum over calls of the time that collectives.py has measured for the same collective on
@@ -121,7 +121,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     cli.check_output("--json", args.json)
     args.mesh = args.mesh or [parse_mesh(f"dp{args.ranks}")]
     if args.against and not args.measured:
-        parser.error("--against compares times: expected --measured, e.g. --measured coll.jsonl")
+        parser.error("--against requires --measured, e.g. --measured collectives.jsonl")
     return args
 
 
@@ -154,7 +154,7 @@ def plan(args: argparse.Namespace) -> list[Key]:
     needed, free = sequences * tokens * BYTES_PER_TOKEN, free_on_host()
     if needed > free:
         batch = f"a global batch of {sequences:,} sequences of {tokens:,} tokens"
-        room = f"{cli.show_size(needed)} bytes of memory here, and {cli.show_size(free)} are free"
+        room = f"{cli.show_size(needed)} bytes of memory, but only {cli.show_size(free)} are free"
         raise ValueError(f"{batch} needs {room}; e.g. --sequence-length 4096 --global-batch 2048")
     return keys
 
@@ -635,7 +635,8 @@ def lines_of_times(case: Case) -> list[str]:
 
 
 def answer(cases: list[Case]) -> str | None:
-    """Which mesh sends the least. Bytes are counted, so there is no uncertainty."""
+    """The bytes that a rank sends under the meshes that send the least and the most. They are
+    counted, so there is no uncertainty."""
     sent: dict[str, tuple[float, int]] = {}  # mesh -> bytes of the rank that sends the most
     for case in cases:
         mine = (case.metrics["ring_bytes"], case.metrics["all_bytes"])
@@ -649,11 +650,11 @@ def answer(cases: list[Case]) -> str | None:
         meshes, others = f"all {len(sent)} meshes", []
     ring, size = map(cli.show_size, sent[least])
     sentence = f"with ring algorithms, a rank sends {ring} bytes per step under {meshes}"
-    sentence += f" ({size} in collectives)"
     if others:
-        ring, size = map(cli.show_size, sent[others[-1]])
-        sentence += f", the least; the most is {ring} under {others[-1]} ({size})"
-    return sentence
+        ring, most = map(cli.show_size, sent[others[-1]])
+        sentence += f", the minimum, and {ring} under {others[-1]}, the maximum"
+        size += f" and {most}"
+    return f"{sentence}; its collectives add up to {size} bytes"
 
 
 def answer_in_seconds(cases: list[Case]) -> str | None:
@@ -671,12 +672,13 @@ def answer_in_seconds(cases: list[Case]) -> str | None:
 
 def answer_off(cases: list[Case]) -> str | None:
     """The ratio of the exposed time in parallel_sweep.py to the computed time, for each axis."""
-    off = []
+    off: list[str] = []
     for case in cases:
         for axis in parse_mesh(case.key["mesh"]).axes:
             if ratio := case.metrics.get(f"{axis}_exposed_over_alone"):
-                off.append(f"{ratio.as_factor()} for {axis} of {case.name}")
-    return f"exposed in parallel_sweep.py / these times: {'; '.join(off)}" if off else None
+                computed = "" if off else " the computed time"
+                off.append(f"{ratio.as_factor()}{computed} for {axis} of {case.name}")
+    return f"the exposed time in parallel_sweep.py is {'; '.join(off)}" if off else None
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def add_rpc_flags(
     text = "worker threads per process (default: its share of the cores, 2 to 16)"
     add("--rpc-threads", type=threads, metavar="N", help=text)
     calls = "calls, except those that send gradients," if stragglers else "calls"
-    text = f"{calls} fail after S seconds (default: twice --timeout, so that the watchdog is first)"
+    text = f"{calls} fail after S seconds (default: twice --timeout, so the watchdog acts first)"
     add("--rpc-timeout", type=time_limit, metavar="S", help=text)
     text = """transports that TensorPipe may use: shm (one host, its thread polls), uv (TCP), ibv
         (InfiniBand); default: auto, which is all of them, or uv if there are more ranks than
@@ -118,9 +118,9 @@ def add_rpc_flags(
         which is all of them)"""
     add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=text)
     if stragglers:
-        text = """the case fails if a trainer waits S seconds for the answer to its gradients,
+        text = """the case fails if a trainer waits S seconds for the reply to its gradients,
             because another trainer's gradients are missing or the server is stuck (default: half
-            of --timeout, after which the run ends)"""
+            of --timeout; after --timeout the whole run would end)"""
         add("--straggler-timeout", type=time_limit, metavar="S", help=text)
     if server_device:
         text = f"device of the servers; auto: that of --device (default: {server_device})"

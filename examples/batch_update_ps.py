@@ -1,7 +1,8 @@
 """How long does a step wait for a parameter server that updates the model once for all trainers?
 
 What you will learn: how to write a parameter server with RPC. With `async_execution`, its function
-returns a future, so no thread blocks. The last gradient triggers the update and all replies.
+returns a future, so no thread blocks. When the last gradient arrives, the server updates the model
+and replies to all trainers.
 
     $ torchrun --nproc-per-node 3 examples/batch_update_ps.py
                     median ms   95% interval

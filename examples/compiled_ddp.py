@@ -100,7 +100,7 @@ def main() -> int:
     # buckets, and communication can start before backward has ended
     model = DistributedDataParallel(torch.compile(net, backend=compiler))
     x = torch.randn(256, dim, device=device)
-    # a rate of 0, so that the gradients of both kinds of steps can be compared
+    # a learning rate of 0, so that the gradients of both kinds of steps can be compared
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def compiled() -> None:

@@ -1,7 +1,8 @@
 """How much training time does a checkpoint cost: only the call, or also the steps after it?
 
-What you will learn: an asynchronous save returns early, but slows down the steps during its upload.
-stall = time of the call (`blocked`) + extra time of the steps until the upload has finished.
+What you will learn: how to measure the cost of an asynchronous save, which returns early, but slows
+down the steps during its upload. stall = time of the call (`blocked`) + extra time of the steps
+until the upload has finished.
 
     $ torchrun --nproc-per-node 2 examples/dcp_stall.py
     2 ranks, gloo, medians of 7 saves

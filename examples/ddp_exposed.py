@@ -96,8 +96,8 @@ def main() -> int:
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
     x = torch.randn(64, width, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # a rate of 0 costs the same, and the replicas stay equal. A second Adam would need memory for
-    # its own moments
+    # with a learning rate of 0 a step takes as long, and the replicas stay equal. With Adam, a
+    # second optimizer would need memory for its own moments
     frozen = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step(optimizer: torch.optim.Optimizer = optimizer) -> None:

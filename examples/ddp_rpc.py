@@ -1,8 +1,8 @@
 """How much slower is a DDP step with embeddings on a server than with a copy on every rank?
 
-What you will learn: how to look up embeddings over RPC while the dense part is under DDP.
-Distributed autograd sends the gradients to the server, where a distributed optimizer updates the
-table.
+What you will learn: how to look up embeddings over RPC while the dense layers are under DDP.
+Distributed autograd sends the gradients of the embeddings to the server, where a distributed
+optimizer updates the table.
 
     $ torchrun --nproc-per-node 3 examples/ddp_rpc.py
                     median ms   95% interval

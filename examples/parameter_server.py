@@ -1,8 +1,8 @@
 """How much slower is a DDP step whose gradients are averaged by servers over RPC?
 
 What you will learn: how to write a communication hook for DistributedDataParallel that returns a
-future, and a server that replies to all trainers when it has received a bucket from the last one.
-These servers store no parameters; the server of batch_update_ps.py does.
+future, and a server that replies as soon as it has received a bucket from all trainers. These
+servers store no parameters; the server of batch_update_ps.py does.
 
     $ torchrun --nproc-per-node 3 examples/parameter_server.py
                     median ms   95% interval

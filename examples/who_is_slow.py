@@ -1,9 +1,9 @@
 """Which rank is slow, if all ranks report the same step time?
 
-What you will learn: in a synchronized step, fast ranks wait for the slow rank, so all step times
-are nearly equal. Time a step without communication instead, on all ranks at the same time, and
-compare the ranks. Here, `--slow 1` gives rank 1 a batch of twice the size, so that there is a slow
-rank to find.
+What you will learn: how to find a slow rank. In a synchronized step, fast ranks wait for the slow
+rank, so all step times are nearly equal. Instead, time a step without communication on all ranks at
+the same time, and compare the ranks. Here, `--slow 1` gives rank 1 a batch of twice the size, so
+that there is a slow rank to find.
 
     $ torchrun --nproc-per-node 2 examples/who_is_slow.py --slow 1
     2 ranks, gloo; medians

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Binds each rank of a node to an equal share of the CPUs available to this process, and runs the
-# command. The CPUs are logical ones, as Linux numbers them: with SMT (hyper-threading) enabled, a
-# core counts as two, and two ranks may share a core, depending on the numbering. lscpu -e shows it.
+# command. CPUs are logical CPUs, as numbered by Linux. With SMT (hyper-threading), a core counts as
+# two of them, and two ranks may share a core, depending on the numbering, which lscpu -e shows.
 #
 # For example:
 #

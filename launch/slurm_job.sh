@@ -82,13 +82,12 @@ end_step() {
     scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true
 }
 
-# Terminates srun GIVE_UP_S seconds after the last rank on this node has ended. This requires that the
-# wrapper runs on a node of the job, as it does in sbatch. With salloc it may run on a login node,
-# where no rank ever starts; then nothing is terminated.
+# Terminates srun GIVE_UP_S seconds after the last rank on this node has ended. srun waits for the exit
+# status of every task. A node that is cut off from the network sends none, so srun would wait until
+# Slurm declares the node dead or, if Slurm still reaches the node, until the time limit.
 #
-# The reason: srun waits for the exit status of every task. A node that is cut off sends none, so srun
-# would wait until Slurm declares the node dead or, if Slurm still reaches the node, until the time
-# limit.
+# The wrapper must run on a node of the job, as it does in sbatch. With salloc it may run on a login
+# node, where no rank ever starts; then srun is never terminated.
 give_up() {
     local began='' quiet=0
     while ((quiet < GIVE_UP_S)); do

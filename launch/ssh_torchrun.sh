@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run a script under torchrun on several hosts over ssh, without a scheduler.
+# Runs a script under torchrun on several hosts over ssh, without a scheduler.
 set -euo pipefail
 
 usage() {
@@ -15,8 +15,8 @@ Each line of HOSTFILE names a host (as for ssh) and its number of ranks. # start
 
 Starts torchrun on each host, in the current folder, and prints its output prefixed with the name of
 the host. Ranks follow the order of the hosts. If a host fails, the other hosts have 10 s to report
-why. Then their ranks receive SIGTERM, as they do on Ctrl-C or if this script is killed. The exit
-status is that of the first host that failed.
+the reason. Then their ranks receive SIGTERM, as they do on Ctrl-C or if this script is killed. The
+exit status is that of the first host that failed.
 
 Variables:
   SSH_ARGS      additional options of ssh, e.g. "-p 2222"
@@ -62,7 +62,7 @@ read -ra ssh <<<"ssh -T ${SSH_ARGS:-} -o BatchMode=yes -o ConnectTimeout=10"
 ssh+=(-o ServerAliveInterval=10)
 master=${MASTER_ADDR:-$("${ssh[@]}" -G -- "${hosts[0]}" | sed -n 's/^hostname //p')}
 python=${PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3}
-variables=() passed_on='(NCCL|GLOO|TP|TORCH|UCX|FI)_'
+variables=() passed_on='(NCCL|GLOO|TP|TORCH|UCX|FI)_' # UCX and FI: settings of UCX and libfabric
 while IFS= read -r name; do
     variables+=("$name=${!name}")
 done < <(compgen -e | grep -E "^(OMP_NUM_THREADS$|CUDA_VISIBLE_DEVICES$|$passed_on)")

@@ -6,7 +6,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
-# Check a new cluster: runs several scripts one after the other, and makes a page of their reports.
+# Checks a new cluster: runs several scripts one after the other, and creates a page of their reports.
 set -euo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -25,7 +25,7 @@ usage: launch/suite.sh [FLAG...] [SCRIPT...]
     sbatch -N 4 --gpus-per-node 8 launch/suite.sh               # all nodes of a Slurm job
     launch/suite.sh node_check "ddp_sweep --models resnet50 --dtype bf16"
 
-Runs each SCRIPT of benchmarks/, writes its report to a folder, and makes one page of all reports.
+Runs each SCRIPT of benchmarks/, writes its report to a folder, and creates a page of all reports.
 A script and its flags are given as one quoted argument. If a script fails, the next one still runs.
 
 After Ctrl-C, repeat the command to continue: cases that are in the reports are not measured again,
@@ -34,8 +34,8 @@ source files, environment variables or versions (status 2). In that case, choose
 
     --out FOLDER          folder for the reports and the page (default: suite)
     --flags "FLAG..."     flags for every script, e.g. "--max-seconds 1"
-    --nproc-per-node N    run on this machine only, with N ranks (default: one per GPU; in a Slurm
-                          job, on all of its nodes, with launch/slurm_srun.sbatch)
+    --nproc-per-node N    run on this machine only, with N ranks (default: one rank per GPU; in a
+                          Slurm job on all of its nodes, started by launch/slurm_srun.sbatch)
     --baseline FOLDER     earlier reports; compare.py compares the new ones with them
     --dry-run             print the commands without running them
 
@@ -115,7 +115,8 @@ if [[ -z $dry_run ]] && ! mkdir -p "$out" 2>/dev/null; then
 fi
 
 child='' stopped=''
-# Forwards a signal to the running script, which ends its ranks. Slurm's warning requeues the job.
+# Forwards a signal to the running script, which ends its ranks. After Slurm's warning before the time
+# limit (USR1), it also requeues the job.
 # shellcheck disable=SC2317,SC2329 # called by traps; older versions report SC2317
 stop() {
     stopped=$2

@@ -48,7 +48,7 @@ def test_a_wrong_answer_of_the_server_fails_the_check(bench: Callable[..., Any])
 def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--iters", "60", ranks=3, inject="trainer-falters")
     assert run.status == 1
-    late = "TimeoutError: waited 2 s; missing: trainer1 (rank 0)"
+    late = "TimeoutError: no reply within 2 s; gradients missing: trainer1 (rank 0)"
     raised = "MemoryError: injected: no room for the gradients (rank 1)"
     assert [case.check for case in run.report.cases] == [f"failed: {late}", f"failed: {raised}"]
 
@@ -85,4 +85,4 @@ def test_rates_by_hand() -> None:
     assert case.check == "passed"
     facts[1]["sent"] = 7
     batch_update_ps.derive(case, times, facts)
-    assert case.check == "failed: the trainers sent 13 gradients, the server's log has 12"
+    assert case.check == "failed: the trainers sent 13 gradients, but the server's log contains 12"

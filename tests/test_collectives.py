@@ -32,7 +32,7 @@ def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
     assert "# Avg bus bandwidth    : " in run.out
     *answers, start = run.report.end["answer"]
     assert len(answers) == len(names)
-    assert re.match(r"start-up: .* to make the group \(rank . on .*, first collective ", start)
+    assert re.match(r"start-up: .* to create the group \(rank . on .*, first collective ", start)
     made_the_group = ["group_s" in case.metrics for case in run.report.cases]
     assert made_the_group == [True] + [False] * (len(names) - 1)
 
@@ -57,7 +57,7 @@ def test_groups_a_limit_and_a_lower_bound(bench: Callable[..., Any]) -> None:
     assert len(case.metrics["in_place_group_times_s"]) == 2
     assert "# all_gather float16, 0,3/1,2 (2 ranks)" in run.out
     assert "% of the limit" in run.out
-    assert "is below 0.9 of --min-busbw 1e+09" in run.err
+    assert "is below 90% of --min-busbw 1e+09" in run.err
 
 
 @pytest.mark.smoke

@@ -220,8 +220,9 @@ def test_a_model_without_layers_in_lists_is_one_unit(bench: Callable[..., Any]) 
     flags = ("--model", "tests.own_models:noisy", "--strategies", "ddp,fsdp2", "--iters", "1")
     run = bench(SCRIPT, *flags, "--backends", "eager")
     assert run.status == 0, run.err
-    assert "FSDP wraps the layers in lists" in run.out
-    line = "# tests.own_models:noisy has no lists of layers: FSDP in one unit"
+    assert "FSDP wraps the layers in ModuleLists" in run.out
+    line = "# tests.own_models:noisy has no ModuleList of two or more layers of one class: "
+    line += "FSDP in one unit"
     assert run.out.splitlines().count(line) == 1
     assert [case.metrics["fsdp_units"] for case in run.report.cases] == [0, 0]
 
@@ -310,7 +311,7 @@ def test_the_answer() -> None:
         "compiling does not pay off",
         "m, fp32: x and eager do not differ significantly: 2.00 times (no interval) as fast",
         "m, fp32: a step takes "
-        + ", ".join(["20.0 ms (10.0 to 30.0) by x"] * 4)
+        + ", ".join(["20.0 ms (10.0 to 30.0) with x"] * 4)
         + "; these were timed one after the other, so they are not ranked; --interleave compares "
         "them",
     ]
@@ -393,7 +394,7 @@ def test_the_plan_of_an_interleaved_case() -> None:
 @pytest.mark.parametrize(
     ("units", "flags", "words"),
     [
-        (None, "", "FSDP wraps the layers in lists"),
+        (None, "", "FSDP wraps the layers in ModuleLists"),
         (3, "", "FSDP wraps 3 modules of fsdp_units"),
         (0, "", "FSDP in one unit"),
         (3, "--fsdp-wrap-classes Block", "FSDP wraps Block"),
@@ -467,7 +468,7 @@ def test_which_layers_fsdp_wraps_or_checkpoints() -> None:
     assert chosen(fsdp_wrap=False, fsdp_checkpoint=True) == {"Block"}  # in one unit
     with pytest.raises(ValueError, match="has no module 'Blok'; did you mean Block"):
         chosen(fsdp_wrap_classes="Blok")
-    with pytest.raises(ValueError, match="--fsdp-checkpoint: the model has no layers in lists"):
+    with pytest.raises(ValueError, match="the model has no layers in ModuleLists"):
         chosen(nn.Sequential(nn.Linear(2, 2)), fsdp_checkpoint=True)
 
 

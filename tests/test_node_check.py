@@ -26,7 +26,7 @@ def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
     assert bad.read_text() == ""
     *_, start, last = run.out.splitlines()
     assert re.fullmatch(r"# fit: 2 nodes, 4 ranks, \d+ s of 200", last)
-    assert re.match("# start-up: .* to make the group .*; rendezvous .*, other ranks wait", start)
+    assert re.match("# start-up: .* to create the group .*; rendezvous .*, other ranks wait", start)
     assert "not measured within" not in run.out
     assert {(case.check, case.key["nodes"]) for case in run.report.cases} == {("passed", 2)}
     first = [case for case in run.report.cases if case.key["attempt"] == 1]

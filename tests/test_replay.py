@@ -28,7 +28,7 @@ def test_a_job_is_recorded_and_replayed(
     assert run.status == 0, run.err
     (case,) = run.report.cases
     assert case.check == "passed"
-    assert re.search(r"^# not replayed: 0 of [1-9]\d+$", run.out, re.MULTILINE)
+    assert re.search(r"^# not replayed: 0 of [1-9]\d+ operations$", run.out, re.MULTILINE)
     assert {row["group"] for row in case.metrics["operations"]} == {"mesh_dp", "mesh_tp"}
     # no replay with gaps is faster than the job was
     slowest = [max(times) for times in zip(*case.samples_s["step"], strict=True)]
@@ -53,7 +53,7 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
         "# 1 x sparse_all_reduce of default_pg: this operation is not replayed",
         "# 1 x all_reduce of other: the ranks of its group are not recorded",
         "# 1 x all_reduce of default_pg: not recorded equally often on all ranks of its group",
-        "# not replayed: 3 of 15",
+        "# not replayed: 3 of 15 operations",
     ]
     assert "\n".join(lines) in run.out
     rows = run.report.cases[0].metrics["operations"]
@@ -72,7 +72,7 @@ def test_a_trace_of_the_profiler_is_replayed(bench: Callable[..., Any]) -> None:
     calls = {row["op"]: row["calls"] for row in rows}
     assert calls == dict.fromkeys(("all_reduce", "all_gather", "broadcast", "barrier"), 1)
     assert all(row["job_s"].value > 0 for row in rows)
-    assert "# not replayed: 4 of 20\n" in run.out
+    assert "# not replayed: 4 of 20 operations\n" in run.out
     assert case.metrics["job_step_s"] <= case.metrics["with_gaps_s"].value
 
 
@@ -83,7 +83,8 @@ def test_a_replay_without_gaps(bench: Callable[..., Any]) -> None:
     (case,) = run.report.cases
     assert case.key["gaps"] is False
     assert not {"job_step_s", "with_gaps_s"} & case.metrics.keys()
-    assert re.search(r"^# a step: \S+ .*back to back$", run.out, re.MULTILINE)
+    answer = r"^# the communication of a step takes \S+ .*back to back$"
+    assert re.search(answer, run.out, re.MULTILINE)
     assert ": 3 steps without gaps; all groups\n" in run.out
 
 

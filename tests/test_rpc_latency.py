@@ -65,7 +65,7 @@ def test_a_lost_call_and_a_wrong_echo_fail_their_cases(bench: Callable[..., Any]
     run = bench(SCRIPT, *SHORT, *flags, inject="callee-errs")
     assert run.status == 1
     lost, wrong = run.report.cases
-    counts = "the server received 12 one-way calls with 96 bytes, the callers sent 13 calls"
+    counts = "the server received 12 one-way calls with 96 bytes, but the callers sent 13 calls"
     assert lost.check == f"failed: {counts}"
     assert wrong.check == "failed: 1 of the last echoes to caller 0 differ from its payload"
 

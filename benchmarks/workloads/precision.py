@@ -11,7 +11,7 @@ PRECISION = {
 }
 DTYPE_HELP = (
     "default (torch's own setting: TF32 in convolutions, not in matrix products), fp32, tf32, or "
-    "bf16 by autocast (default: default)"
+    "bf16 with autocast (default: default)"
 )
 
 

@@ -76,6 +76,6 @@ def compare_training(
     for step, (value, wanted) in enumerate(zip(got, want, strict=True), 1):
         error = abs(value - wanted) / scale
         if not error <= tolerance:  # NaN also fails
-            problem = f"{what} in step {step} is {value:.6g}, in one eager process {wanted:.6g}"
+            problem = f"{what} in step {step} is {value:.6g}, but {wanted:.6g} in one eager process"
             return f"{problem} ({error:.2%} off, tolerance {tolerance:.2%})"
     return None

@@ -27,7 +27,7 @@ def check_room(needed: int, job: Job, environment: dict[str, Any], flag: str) ->
     total = needed * ranks
     if total > free:
         buffers = f"the buffers need {total:,} bytes of this {place}"
-        raise ValueError(f"{buffers}, {free:,} are free; lower {flag}")
+        raise ValueError(f"{buffers}, but only {free:,} are free; lower {flag}")
 
 
 def sharers(environment: dict[str, Any], rank: int) -> int:

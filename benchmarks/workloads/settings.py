@@ -119,12 +119,12 @@ class SettingsTable(Table):
 
 
 def side_by_side(estimates: Mapping[str, Estimate], unit: str = "") -> str:
-    """List estimates by the names of their cases: `10.0 ms (9.0 to 11.0) by a, 12.0 ms (11.0 to
-    13.0) by b`. The cases were timed one after the other, so they are not ranked.
+    """List estimates with the names of their cases: `10.0 ms (9.0 to 11.0) with a, 12.0 ms (11.0 to
+    13.0) with b`. The cases were timed one after the other, so they are not ranked.
 
     unit: of estimates that are not times.
     """
     shown = []
     for name, estimate in estimates.items():
-        shown.append(f"{estimate.text(unit) if unit else estimate} by {name}")
+        shown.append(f"{estimate.text(unit) if unit else estimate} with {name}")
     return ", ".join(shown) + (f"; {SEQUENTIAL}" if len(shown) > 1 else "")

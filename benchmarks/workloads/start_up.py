@@ -29,8 +29,8 @@ def overall(by_rank: Seconds) -> dict[str, float]:
 
 
 def sentence(by_rank: Seconds, ranks: Sequence[int], environment: dict[str, Any]) -> str:
-    """`start-up: 12.3 ms to make the group (rank 1 on a), first collective 4.50 ms (rank 0 on a)`:
-    the time of the slowest rank for each; with several nodes the rendezvous, too.
+    """`start-up: 12.3 ms to create the group (rank 1 on a), first collective 4.50 ms (rank 0 on
+    a)`: the time of the slowest rank for each; with several nodes the rendezvous, too.
 
     ranks: those of the case. environment: of the report.
     """
@@ -40,7 +40,7 @@ def sentence(by_rank: Seconds, ranks: Sequence[int], environment: dict[str, Any]
         times[name] = show_seconds(seconds)
         slowest[name] = f"rank {rank} on {environment['ranks'][rank]['host']}"
     first = f"first collective {times['first_collective_s']} ({slowest['first_collective_s']})"
-    words = f"start-up: {times['group_s']} to make the group ({slowest['group_s']}), {first}"
+    words = f"start-up: {times['group_s']} to create the group ({slowest['group_s']}), {first}"
     if environment["num_nodes"] == 1:
         return words
     waited = show_seconds(max(by_rank["rendezvous_s"]))

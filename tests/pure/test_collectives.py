@@ -153,8 +153,8 @@ def test_beside_by_hand() -> None:
     pair = "all_reduce of 61.04M bytes and all_to_all of 1M"
     assert collectives.answer_beside([case]) == f"{pair}: {sentence}{end}"
     m["both_over_longer"] = Estimate(0.97, 0.9, 1.1)
-    sentence = "no significant slowdown at the same time: 0.97 times (0.90 to 1.10) as long as "
-    sentence += "all_reduce alone"
+    sentence = "no significant slowdown if both run at the same time: 0.97 times (0.90 to 1.10) "
+    sentence += "as long as all_reduce alone"
     assert collectives.answer_beside([case]) == f"{pair}: {sentence}{end}"
     facts[1] = {"start_up": {}, "wrong": 7}
     collectives.derive_beside(args, case, Times(samples, [1] * 6), facts)

@@ -227,7 +227,8 @@ def row(exposed: Estimate, alone: float | None = None) -> Case:
 
 
 def test_exposed_communication_may_be_nothing_measurable() -> None:
-    begin = "m, fp32, buckets of 25 MB with bf16: DDP on 2 ranks takes 1.20 s (1.10 to 1.30) a step"
+    begin = "m, fp32, buckets of 25 MB with bf16: DDP on 2 ranks takes 1.20 s (1.10 to 1.30) "
+    begin += "per step"
     for exposed, words in (
         (Estimate(-0.01, -0.46, 0.31), "nothing measurable (-0.46 to 0.31 s)"),
         (Estimate(-0.3, -0.4, -0.2), "nothing measurable (-0.40 to -0.20 s)"),

@@ -153,6 +153,6 @@ def test_the_answer_does_not_rank_meshes() -> None:
     assert parallel_sweep.answer(cases) == [
         "a step takes 100 ms (99 to 101) under dp4tp2, 112 ms (111 to 113) under dp8; "
         "these were timed one after the other; use analysis/ab.py to compare them",
-        "of a step's 100 ms under dp4tp2, dp exposes 16 ms (11 to 22), "
-        "tp exposes nothing measurable (-1 to 4 ms)",
+        "under dp4tp2, the communication of dp adds 16 ms (11 to 22) and that of tp adds "
+        "nothing measurable (-1 to 4 ms) to a step, which takes 100 ms",
     ]

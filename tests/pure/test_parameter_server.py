@@ -66,5 +66,5 @@ def test_the_answer_names_every_route() -> None:
     for route, server, ms in (("hybrid", None, 18.0), ("rpc running", "running", 15.0)):
         metrics = {"step_s": Estimate(ms / 1e3)}
         cases.append(Case(key={"server": server}, ranks=[0], name=route, metrics=metrics))
-    told = "a step takes 18.0 ms (no interval) by hybrid, 15.0 ms (no interval) by rpc running "
+    told = "a step takes 18.0 ms (no interval) with hybrid, 15.0 ms (no interval) with rpc running "
     assert script.answer(cases).startswith(f"{told}(through a server); these were timed")

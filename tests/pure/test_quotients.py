@@ -55,12 +55,14 @@ def test_numbers_that_do_not_agree_are_found(right: str, wrong: str, said: str) 
         ("p2p_matrix", "latency 2.93x the median time, 9 sigmas", False),
         (
             "replay",
-            "a step: 5.09 ms (4 to 6) back to back, 31 % (26 to 39) of the job's 16.3 ms",
+            "the communication of a step takes 5.09 ms (4 to 6) back to back, 31 % (26 to 39) of "
+            "the job's step of 16.3 ms",
             True,
         ),
         (
             "replay",
-            "a step: 5.09 ms (4 to 6) back to back, 33 % (26 to 39) of the job's 16.3 ms",
+            "the communication of a step takes 5.09 ms (4 to 6) back to back, 33 % (26 to 39) of "
+            "the job's step of 16.3 ms",
             False,
         ),
         ("traffic", "dp8, rank 0: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G)", True),

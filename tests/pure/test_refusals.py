@@ -45,7 +45,7 @@ MISTAKES = [
         "-b 64 -e 8",
         "-e must not be smaller than -b: got -b 64 -e 8; e.g. -b 8 -e 64M",
     ),
-    ("collectives", "-G 3 --device cpu", "-G requires CUDA, and this run is on the CPU"),
+    ("collectives", "-G 3 --device cpu", "-G requires CUDA, but this run is on the CPU"),
     ("collectives", "--beside allreduce", "expected one of all_reduce, all_gather, "),
     ("collectives", "--beside all_to_all:x", "expected a size above 0, got 'x'"),
     ("collectives", "--beside all_to_all -I 1", "-I cannot be used with --beside"),
@@ -137,12 +137,12 @@ MISTAKES = [
     ("traffic", "--ranks 4 --mesh pp4:1f1b --microbatches 2", "e.g. --microbatches 4"),
     ("traffic", "--mesh dp8", "required: --ranks"),
     ("traffic", "--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,"),
-    ("traffic", "--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory here, and "),
+    ("traffic", "--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory, but only "),
     ("traffic", "--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
     (
         "traffic",
         "--ranks 2 --against a.jsonl",
-        "--against compares times: expected --measured, e.g",
+        "--against requires --measured, e.g. --measured collectives.jsonl",
     ),
     ("traffic", "--ranks 2 --measured no.jsonl", "--measured: no.jsonl: No such file or directory"),
     (

@@ -184,7 +184,7 @@ def test_a_trace_of_the_profiler(version: str) -> None:
     assert plan.lines == [
         "2 x send of default_pg: this operation is not replayed",
         "2 x recv of default_pg: this operation is not replayed",
-        "not replayed: 4 of 20",
+        "not replayed: 4 of 20 operations",
     ]
 
 
@@ -198,7 +198,7 @@ def test_a_dump_of_torch(name: str) -> None:
     assert plan.time_s == max(call.begin_s for calls in plan.calls for call in calls)
     assert plan.lines == [
         "2 x all_reduce of mesh_tp: the ranks of its group are not recorded",
-        "not replayed: 2 of 60",
+        "not replayed: 2 of 60 operations",
         NO_STEPS,
         NO_DURATIONS,
     ]
@@ -211,13 +211,14 @@ def test_a_dump_without_times_is_replayed_without_gaps(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     assert (plan.steps, plan.time_s) == (1, 0.0)
     no_times = "the recording has no times: replayed without gaps"
-    assert plan.lines == ["not replayed: 0 of 4", NO_STEPS, no_times]
+    assert plan.lines == ["not replayed: 0 of 4 operations", NO_STEPS, no_times]
     case = Case(key={}, ranks=[0, 1])
     big = str(plan.kinds[0])
     samples = {"step": [[0.004] * 8] * 2, big: [[0.001] * 8] * 2}
     times = Times(samples, [4, 4], [[{plan.kinds[0]: 0.002}] * 8] * 2)
     replay.derive(plan, case, times, [None, None])
-    assert replay.answer(case.metrics) == "a step: 4.00 ms (4.00 to 4.00) back to back"
+    told = "the communication of a step takes 4.00 ms (4.00 to 4.00) back to back"
+    assert replay.answer(case.metrics) == told
 
 
 def comm(ts: float, size: int = 1024, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
@@ -410,13 +411,17 @@ def test_replay_of_one_group() -> None:
     row = [call(1), call(2), call(1, group="mesh_tp")]
     plan = replay.choose([Recording(3, 0.03, row), Recording(2, 0.06, row)], ["dp"])
     assert (plan.steps, plan.time_s, plan.calls) == (3, 0.06, [row[:2]] * 2)
-    assert plan.lines == ["not replayed: 0 of 4", NO_DURATIONS]
+    assert plan.lines == ["not replayed: 0 of 4 operations", NO_DURATIONS]
 
 
 @pytest.mark.parametrize(
     ("calls", "time_s", "text"),
     [
-        ([], 0.01, "no operation of the groups mesh_tp can be replayed; not replayed: 0 of 0"),
+        (
+            [],
+            0.01,
+            "no operation of the groups mesh_tp can be replayed; not replayed: 0 of 0 operations",
+        ),
         (
             [call()],
             1e10,
@@ -432,7 +437,7 @@ def test_plans_that_cannot_be_replayed_are_refused(
     bench = Mock(args=Mock(timeout=300), report=Mock(environment={}))
     bench.job = Mock(rank=0, device=torch.device("cpu"), local_world_size=1)
     kinds = [each.kind for each in calls]
-    plan = replay.Plan(1, time_s, [calls], kinds, ["not replayed: 0 of 0"])
+    plan = replay.Plan(1, time_s, [calls], kinds, ["not replayed: 0 of 0 operations"])
     with pytest.raises(ValueError, match=text):
         replay.check_plan(plan, [Recording(1, time_s, [call(group="mesh_tp")])], bench)
 

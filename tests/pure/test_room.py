@@ -16,7 +16,11 @@ GB = 10**9
     ("uuids", "visible", "problem"),
     [
         ("ABCD", 1, None),  # one GPU per rank, as with srun --gpus-per-task=1
-        ("AABB", 2, "the buffers need 60,000,000,000 bytes of this device, 50,000,000,000 are"),
+        (
+            "AABB",
+            2,
+            "the buffers need 60,000,000,000 bytes of this device, but only 50,000,000,000 are",
+        ),
     ],
 )
 def test_memory_of_ranks_that_share_a_gpu(
@@ -35,6 +39,7 @@ def test_memory_of_ranks_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_on_host", lambda: 50 * GB)
     job = Job(1, 1, 8, 2, torch.device("cpu"), "gloo", torch.distributed.HashStore())
     check_room(25 * GB, job, {"ranks": []}, "-e")
-    told = "the buffers need 52,000,000,000 bytes of this host, 50,000,000,000 are free; lower -e"
+    told = "the buffers need 52,000,000,000 bytes of this host, but only 50,000,000,000 are free; "
+    told += "lower -e"
     with pytest.raises(ValueError, match=told):
         check_room(26 * GB, job, {"ranks": []}, "-e")

@@ -17,7 +17,8 @@ def test_the_slowest_rank_of_each_step_is_named() -> None:
     assert start_up.overall(by_rank) == seconds
     one_node = start_up.sentence(by_rank, [0, 2], {"num_nodes": 1, "ranks": HOSTS})
     assert one_node == (
-        "start-up: 30.0 ms to make the group (rank 2 on b), first collective 4.00 ms (rank 0 on a)"
+        "start-up: 30.0 ms to create the group (rank 2 on b), first collective 4.00 ms (rank 0 on "
+        "a)"
     )
     two_nodes = start_up.sentence(by_rank, [0, 2], {"num_nodes": 2, "ranks": HOSTS})
     last = "; rendezvous 200 ms, other ranks waited up to 3.20 s for rank 2 on b"

@@ -116,17 +116,14 @@ def test_the_answer() -> None:
         return Case(key={"mesh": mesh}, ranks=[0], metrics=metrics)
 
     assert traffic.answer([simulated("a", 1.5), simulated("a", 6.25), simulated("b", 2.75)]) == (
-        "with ring algorithms, a rank sends 2.75G bytes per step under b (2G in collectives), the "
-        "least; the most is 6.25G under a (2G)"
+        "with ring algorithms, a rank sends 2.75G bytes per step under b, the minimum, and 6.25G "
+        "under a, the maximum; its collectives add up to 2G and 2G bytes"
     )
-    begin, end = (
-        "with ring algorithms, a rank sends 1.5G bytes per step under",
-        "(2G in collectives)",
-    )
-    assert (
-        traffic.answer([simulated("a", 1.5), simulated("b", 1.5)]) == f"{begin} all 2 meshes {end}"
-    )
-    assert traffic.answer([simulated("a", 1.5)]) == f"{begin} a {end}"
+    begin = "with ring algorithms, a rank sends 1.5G bytes per step under"
+    end = "; its collectives add up to 2G bytes"
+    equal = [simulated("a", 1.5), simulated("b", 1.5)]
+    assert traffic.answer(equal) == f"{begin} all 2 meshes{end}"
+    assert traffic.answer([simulated("a", 1.5)]) == f"{begin} a{end}"
 
 
 def test_the_table_the_report_and_the_analysis(
@@ -272,7 +269,7 @@ def test_another_dtype_is_mentioned() -> None:
 
 
 def swept_case(mesh: str, **more: Any) -> dict[str, Any]:
-    """A case of parallel_sweep.py on 2 ranks, in which dp exposes 30 ms (20 to 40)."""
+    """A case of parallel_sweep.py on 2 ranks, in which 30 ms (20 to 40) of dp are exposed."""
     key = {"mesh": mesh, "microbatches": 1, "model": "decoder-nano", "dtype": "fp32"}
     key |= {"sequence_length": 64, "global_batch": 4, "experts": 0, "world_size": 2}
     metrics = {"compute_s": estimate(0.05, 0.04, 0.06), "exposed_dp_s": estimate(0.03, 0.02, 0.04)}
@@ -317,8 +314,8 @@ def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
     assert " = 2.00 (1.21 to 2.96)\n" in out
     assert out.endswith(
         "# one after the other, the collectives of a step take 15.0 ms (13.5 to 16.5) under dp2\n"
-        "# exposed in parallel_sweep.py / these times: "
-        "2.00 times (1.21 to 2.96) for dp of dp2, rank 0\n"
+        "# the exposed time in parallel_sweep.py is "
+        "2.00 times (1.21 to 2.96) the computed time for dp of dp2, rank 0\n"
     )
     (case,) = load(str(report)).cases
     assert case.metrics["dp_s"].value == pytest.approx(0.015)
