@@ -94,7 +94,6 @@ def files_of(text: str, environ: Mapping[str, str]) -> dict[str, Path]:
     folders = [word for last, word in zip(before, words, strict=False) if last in ("-C", "cd")]
     bases = [*filter(os.path.isdir, folders), ""]
     python_path = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    local = [entry for entry in [*bases, *python_path] if not is_installed(entry)]
     files: dict[str, Path] = {}
     for last, word in zip(before, words, strict=False):
         _, _, value = word.partition("=")
@@ -103,7 +102,7 @@ def files_of(text: str, environ: Mapping[str, str]) -> dict[str, Path]:
                 files |= files_behind(label, path, python_path, environ.get("PATH"))
         module, colon, _ = word.partition(":")
         if last == "-m" or (colon and re.fullmatch(r"[A-Za-z_][\w.]*", module)):
-            files |= modules([module if colon else word], local)
+            files |= modules([module if colon else word], [*bases, *python_path])
     return files
 
 
@@ -145,8 +144,7 @@ def files_behind(
     if path.suffix == ".py" or any("python" in word for word in words):
         folder = path.resolve().parent
         entries = [str(folder), *python_path]
-        local = [entry for entry in entries if not is_installed(entry)]
-        imported = {} if is_installed(str(folder)) else python_program(path, local)
+        imported = {} if is_installed(str(folder)) else python_program(path, entries)
         files |= {name: file for name, file in imported.items() if file != path}
         if folder.name == "benchmarks" and (folder.parent / "common").is_dir():  # a checkout
             root = folder.parent

@@ -55,8 +55,7 @@ def python_program(path: Path, search: Sequence[str]) -> Files:
 
     search: folders, as in sys.path.
     """
-    local = [folder for folder in search if not is_installed(folder)]
-    files = modules(imports(path, path.name), local)
+    files = modules(imports(path, path.name), search)
     harness_folders = tuple(f"{ROOT / folder}{os.sep}" for folder in HARNESS)
     kept = {n: file for n, file in files.items() if not str(file).startswith(harness_folders)}
     return {path.name: path} | kept
@@ -67,14 +66,17 @@ def model(name: str, search: Sequence[str]) -> Files:
 
     Unlike imported modules, it may be installed. search: folders, as in sys.path.
     """
-    local = [folder for folder in search if not is_installed(folder)]
     files = files_of(name, search, whole=True) or hooked(name)
     editable = [(path, label) for label, path in files.items() if not is_installed(str(path))]
-    return modules(set[str]().union(*(imports(*file) for file in editable)), local) | files
+    return modules(set[str]().union(*(imports(*file) for file in editable)), search) | files
 
 
-def modules(names: Iterable[str], local: Sequence[str]) -> Files:
-    """The files of local modules and of the local modules that they import, recursively."""
+def modules(names: Iterable[str], search: Sequence[str]) -> Files:
+    """The files of local modules and of the local modules that they import, recursively.
+
+    search: folders, as in sys.path. Modules in folders of installed packages are not local.
+    """
+    local = [folder for folder in search if not is_installed(folder)]
     files: Files = {}
     waiting, seen = set(names), set[str]()
     while waiting:
