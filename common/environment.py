@@ -8,10 +8,11 @@ import re
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import metadata
+from importlib.metadata import distributions
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import psutil
@@ -83,9 +84,9 @@ def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
 def collect(
     job: Job,
     variables: dict[str, str],
-    load: CpuLoad | None = None,
-    contents: dict[str, str] | None = None,
-    memory_held: dict[str, str] | None = None,
+    load: CpuLoad | None,
+    contents: dict[str, str],
+    memory_held: dict[str, str],
 ) -> dict[str, Any]:
     """The report's environment, on rank 0; {} on other ranks. All ranks call it.
 
@@ -102,7 +103,7 @@ def collect(
         others = load.of_others() if load else None
         gpus = gpu_state() if cuda else []
         for gpu in gpus:
-            gpu["memory.used"] = (memory_held or {}).get(gpu["uuid"], "")
+            gpu["memory.used"] = memory_held.get(gpu["uuid"], "")
         node = {"topology": topology(cuda), "gpus": gpus, "others": others}
         node |= {"cpu": cpu_model(), "kernel": platform.release()}
     rows = gather((describe_rank(job), node))
@@ -117,11 +118,11 @@ def collect(
         node["gpus"] = used_gpus(node["gpus"], ranks)
     return {
         "version": version(),
-        "contents": contents or {},
+        "contents": contents,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
-        "torchvision": installed("torchvision"),
+        "torchvision": next((d.version for d in distributions(name="torchvision")), None),
         "python": platform.python_version(),
         "os": platform.platform(),
         "backend": job.backend,
@@ -192,13 +193,6 @@ def bounded(lines: list[str], noun: str) -> list[str]:
     """The first MOST_LINES lines, and the number of the remaining ones."""
     more = len(lines) - MOST_LINES
     return [*lines[:MOST_LINES], f"... and {more:,} more {noun}"] if more > 0 else lines
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
 
 
 def node_of_each(environment: dict[str, Any]) -> list[int]:
@@ -287,10 +281,8 @@ def used_gpus(gpus: list[dict[str, str]], ranks: list[dict[str, Any]]) -> list[d
     instance and nvidia-smi that of the GPU. gpus: as returned by `gpu_state`. ranks: as returned by
     `describe_rank`, of all nodes.
     """
-    used = {row["uuid"] for row in ranks}
-    return [
-        gpu for gpu in gpus if bare(gpu["uuid"]) in used or gpu["mig.mode.current"] == "Enabled"
-    ]
+    used = {f"GPU-{row['uuid']}" for row in ranks}  # torch omits the prefix
+    return [gpu for gpu in gpus if gpu["uuid"] in used or gpu["mig.mode.current"] == "Enabled"]
 
 
 def topology(cuda: bool) -> str:
@@ -299,7 +291,7 @@ def topology(cuda: bool) -> str:
         return re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined
     numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     cores, cpus = psutil.cpu_count(logical=False) or "?", psutil.cpu_count()
-    return f"{cpu_model()}: {cores} cores, {cpus} CPUs, {numa} NUMA node{'s' * (numa > 1)}"
+    return f"{cpu_model()}: {cores} cores, {cpus} CPUs, {count_of(numa, 'NUMA node')}"
 
 
 def cpu_model() -> str:
@@ -341,14 +333,14 @@ def differences(nodes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> lis
     the `host`, `local_rank` and `threads` of each rank.
     """
     lines = []
-    usual_threads = most_common(row["threads"] for row in ranks)
+    usual_threads = mode(row["threads"] for row in ranks)
     other_threads: dict[int, list[dict[str, Any]]] = {}  # by node: ranks with another number
     for row, number in zip(ranks, node_of_each({"ranks": ranks}), strict=True):
         if row["threads"] != usual_threads:
             other_threads.setdefault(number, []).append(row)
-    usual_of = {name: most_common(node[name] for node in nodes) for name in OF_NODES}
+    usual_of = {name: mode(node[name] for node in nodes) for name in OF_NODES}
     gpus = [gpu for node in nodes for gpu in node["gpus"]]
-    usual_gpu = {name: most_common(gpu[name] for gpu in gpus) for name in OF_GPUS}
+    usual_gpu = {name: mode(gpu[name] for gpu in gpus) for name in OF_GPUS} if gpus else {}
     for number, node in enumerate(nodes):
         parts = []
         for name, usual in usual_of.items():
@@ -370,35 +362,21 @@ def differences(nodes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> lis
     return bounded(lines, "nodes that differ")
 
 
-def most_common(values: Iterable[Any]) -> Any:
-    """The most common value, or the first of several; None if there are no values."""
-    counts = Counter(values).most_common(1)
-    return counts[0][0] if counts else None
-
-
 def occupied(environment: dict[str, Any]) -> dict[int, str]:
     """The nodes on which other processes were using memory of the job's GPUs before the run -> a
-    text with the amounts. Up to HELD_GIB per GPU is ignored."""
-    ours: dict[int, set[str]] = {}
-    for row, node in zip(environment["ranks"], node_of_each(environment), strict=True):
-        if row["uuid"]:
-            ours.setdefault(node, set()).add(bare(row["uuid"]))
+    text with the amounts. Up to HELD_GIB per GPU is ignored, and so are GPUs in MIG mode, whose
+    other instances may belong to other jobs."""
     held = {}
     for node, gpus in enumerate(environment["gpus"]):
         parts = []
         for gpu in gpus:
             number, _, unit = gpu.get("memory.used", "").partition(" ")
             gib = int(number) / 1024 if number.isdigit() and unit == "MiB" else 0.0
-            if bare(gpu["uuid"]) in ours.get(node, ()) and gib > HELD_GIB:
+            if gib > HELD_GIB and gpu["mig.mode.current"] != "Enabled":
                 parts.append(f"{gib:.1f} GiB of GPU {gpu['index']}")
         if parts:
             held[node] = f"other processes were already using {cut(parts)}"
     return held
-
-
-def bare(uuid: str) -> str:
-    """A UUID without the prefix that nvidia-smi adds and torch omits."""
-    return uuid.removeprefix("GPU-")
 
 
 def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int, str]:

@@ -226,8 +226,6 @@ ROWS = [
         "clocks_event_reasons.active=0x0000000000000020")),
     Row("gpus without counters", 2, f"{DDP} {SHORT}", says=("no throttle counters",),
         variables=smi(";".join(f"{name}=[N/A]" for name in COUNTERS))),
-    Row("gpus in use", 2, f"{DDP} {SHORT}", says=("already using 4.0 GiB of GPU 1",),
-        variables=smi("1:memory.used=4096 MiB")),
     # faults: the case is a row with its reason, and the next case is measured
     Row("fault step", 2, f"{INJECT} step-raises {DDP} {TWELVE} --comm-hook none,fp16 "
         "--no-breakdown --world-sizes 2", (1,), failed="injected", ci=True),

@@ -106,8 +106,8 @@ def test_warnings_in_the_first_lines() -> None:
     found: dict[str, Any] = {"hosts": ["a"], "others": [Others(1.5, 8)]}
     of_ranks = [rank(0, local_rank=0), rank(1, local_rank=1, uuid="G0")]
     found |= {"ranks": of_ranks, "differences": ["b is small"]}
-    gpu = {"index": "0", "uuid": "GPU-G0", "memory.used": "20480 MiB"}
-    found["gpus"] = [[gpu, gpu | {"index": "1", "uuid": "GPU-G1"}]]  # no rank uses the second GPU
+    gpu = {"index": "0", "mig.mode.current": "Disabled", "memory.used": "20480 MiB"}
+    found["gpus"] = [[gpu, gpu | {"index": "1", "mig.mode.current": "Enabled"}]]
     assert environment.warnings_of(found) == [
         "b is small",
         "other processes used 1.5 of 8 cores of a: times will be noisy",

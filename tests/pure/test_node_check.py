@@ -132,12 +132,10 @@ def test_an_all_reduce_that_its_links_do_not_explain() -> None:
 
 def test_nodes_with_gpus_in_use_are_not_fit() -> None:
     """Other processes use 20 GiB on the second node, which also lacks a GPU."""
-    environment: dict[str, Any] = {"gpu_counts": [2, 1], "gpus": [], "ranks": []}
+    environment: dict[str, Any] = {"gpu_counts": [2, 1], "gpus": []}
     for node in range(2):
-        gpu = {"index": "0", "uuid": f"GPU-G{node}", UNCORRECTED: "0"}
-        gpu["memory.used"] = f"{20480 * node} MiB"
-        environment["gpus"].append([gpu])
-        environment["ranks"].append({"host": f"n{node}", "local_rank": 0, "uuid": f"G{node}"})
+        gpu = {"index": "0", "mig.mode.current": "Disabled", UNCORRECTED: "0"}
+        environment["gpus"].append([gpu | {"memory.used": f"{20480 * node} MiB"}])
     held = "other processes were already using 20.0 GiB of GPU 0"
     assert unfit(environment, None) == {1: f"it has 1 of 2 GPUs; {held}"}
     assert unfit(environment, 1) == {1: held}
