@@ -46,6 +46,7 @@ explains the output. BSD-3-Clause.
 import argparse
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -744,7 +745,7 @@ def fraction_per_round(rounds: int) -> float:
 
 def seconds_left(budget: float) -> float:
     """Seconds left of the budget, which began when rank 0 started. A collective call."""
-    return float(broadcast(budget - cli.process_age_s()))
+    return float(broadcast(budget + cli.STARTED_S - time.monotonic()))
 
 
 def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:

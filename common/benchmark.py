@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -493,7 +494,7 @@ class Benchmark:
             self.fail(f"--json {path}: the report was removed during the run")
             path = None
         lines += [f"# {line}" for line in [*self.commands, *report_lines(path, self.replaced)]]
-        lines.append(f"# elapsed {cli.duration(cli.process_age_s())}")
+        lines.append(f"# elapsed {cli.duration(time.monotonic() - cli.STARTED_S)}")
         self.print("\n" + "\n".join(lines))
         loads = self.load_of_others()
         others = others_text(self.report.environment["hosts"], loads) if loads else LOAD_UNKNOWN

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, TextIO
 
+STARTED_S = time.monotonic()  # scripts import this module first, before torch
 TURN = "TORCHRUN_BENCH_TURN"  # set by ab.py --interleave to two named pipes, THIS_COMMAND:OTHER
 TOKEN = b"."  # sent through these pipes to pass the turn on
 VERSION = "0.1.0"  # as in CHANGELOG.md
@@ -403,13 +404,6 @@ def show_size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.4g}{unit}"
     return f"{count:g}"
-
-
-def process_age_s() -> float:
-    """Seconds since this process started, independent of changes to the wall clock."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started = int(fields[19])  # field 22, starttime, in clock ticks since boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def duration(seconds: float) -> str:
