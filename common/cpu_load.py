@@ -49,9 +49,8 @@ class CpuLoad:
     def __init__(self, job: psutil.Process | None = None) -> None:
         """job: the process that started the job's processes; None for the launcher."""
         # without a launcher, a run is a single process whose parent is the user's shell
-        launched = "RANK" in os.environ
         this = psutil.Process()
-        self.job = job or (launcher_of(this) if launched else this)
+        self.job = job or (launcher_of(this) if "RANK" in os.environ else this)
         self.cores = self.job.cpu_affinity()
         self.start = self.read()
 
@@ -80,10 +79,8 @@ def spent(start: Counters, end: Counters) -> tuple[float, float]:
 def launcher_of(process: psutil.Process) -> psutil.Process:
     """The process that started the ranks of this node: the first ancestor that is not a shell, or
     the last ancestor."""
-    parent = process.parent()
-    while parent and parent.name() in SHELLS and (above := parent.parent()):
-        parent = above
-    return parent or process
+    ancestors = process.parents() or [process]
+    return next((each for each in ancestors if each.name() not in SHELLS), ancestors[-1])
 
 
 def busy_seconds(cores: Sequence[int]) -> float:

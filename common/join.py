@@ -45,10 +45,7 @@ ADVICE = "set LOCAL_RANK and LOCAL_WORLD_SIZE"
 
 
 def join(
-    device: str,
-    backend: str | None,
-    timeout_s: float,
-    contents: dict[str, str] | None = None,
+    device: str, backend: str | None, timeout_s: float, contents: dict[str, str] | None = None
 ) -> Job:
     """Join the job, or start a world of one, and select a device.
 

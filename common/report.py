@@ -45,7 +45,6 @@ FAMILIES = (
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of the disk, not of use
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "AUTH", "CRED")  # in the names of secret variables
 ROUNDS = 10_000  # PBKDF2 iterations, which slow down a dictionary attack
-NOT_MEASURABLE = "nothing measurable (no interval)"
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # units of time, in seconds
 
 
@@ -134,10 +133,8 @@ class Estimate:
             return self.text("times", digits=2)
         if self.high > most:
             return f"up to {most:g} times ({self.low:.2f} at least)"
-        digits = 2
-        while digits < 5 and not self.may_be(1):
-            if 1 not in (round(self.low, digits), round(self.high, digits)):
-                break
+        low, high, digits = self.low, self.high, 2
+        while digits < 5 and not self.may_be(1) and 1 in (round(low, digits), round(high, digits)):
             digits += 1
         return self.text("times", digits=digits)
 
@@ -154,11 +151,10 @@ class Estimate:
         """
         unit = unit_of(whole)
         digits = digits_of(whole / UNITS[unit])
-        if self.low is None or self.high is None:
-            measurable = self.value > 0
-            return self.text(unit, 1 / UNITS[unit], digits) if measurable else NOT_MEASURABLE
-        if self.low > 0:
+        if (self.value if self.low is None else self.low) > 0:
             return self.text(unit, 1 / UNITS[unit], digits)
+        if self.low is None or self.high is None:
+            return "nothing measurable (no interval)"
         low, high = (f"{end / UNITS[unit]:,.{digits}f}" for end in (self.low, self.high))
         return f"nothing measurable ({low} to {high} {unit})"
 
