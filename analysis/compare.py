@@ -59,6 +59,7 @@ from analysis.verdicts import (
     warning_of_order,
 )
 from common.cli import Parser, checked, fraction, list_of, refuse
+from common.report import significant
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")
@@ -159,7 +160,7 @@ def table_of(
     comparison: Comparison, is_like_with_like: bool = False
 ) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the table: the cases, then their mean if there is one."""
-    confidence = f"{100 * (1 - comparison.design.error_rate):.4g} %"
+    confidence = f"{100 * (1 - comparison.design.error_rate):.4g}%"
     last = "smallest change" if is_like_with_like else "verdict"
     header = ["case", "BASE", "TEST", "TEST is", f"{confidence} interval", last]
     rows = []
@@ -168,7 +169,7 @@ def table_of(
         row = cells(result)
         if is_like_with_like:
             change = result.smallest_change
-            row[-1] = "-" if change is None else f"{100 * change:.2g} %"
+            row[-1] = "-" if change is None else f"{significant(100 * change, 2)}%"
         rows.append(row)
     return header, rows
 
@@ -206,8 +207,8 @@ def heading(comparison: Comparison) -> str:
     if design.interleaved:
         how += ", with interleaved blocks"
     if design.looks > 1:
-        how += f"; {design.looks} looks at pairs of commands share the error rate of 5 %"
-    sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g} %"
+        how += f"; {design.looks} looks at pairs of commands share the error rate of 5%"
+    sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g}%"
     return f"torchrun-bench compare {names} ({measures}): {sides}; {how}"
 
 
@@ -231,9 +232,9 @@ def show_ends(result: Result) -> str:
     """`0.9686 to 1.037`; `no interval` if the interval is too wide to be informative."""
     if result.interval is None:
         return "-"
-    return (
-        " to ".join(f"{x:.4g}" for x in result.interval) if result.is_informative else "no interval"
-    )
+    if not result.is_informative:
+        return "no interval"
+    return " to ".join(map(significant, result.interval))
 
 
 def show_mean(times_s: Sequence[float]) -> str:
@@ -278,7 +279,7 @@ def runs_that_decide(comparison: Comparison) -> list[str]:
     the interval lies within the margin or excludes 1, which tests/simulate_verdicts.py simulates.
     """
     wide = [c for c in comparison.cases if c.verdict == "undecided" and c.enough and c.interval]
-    margin = f"+-{comparison.design.margin * 100:g} %"
+    margin = f"+-{comparison.design.margin * 100:g}%"
     if any(case.runs_needed is None or not case.is_informative for case in wide):
         more = f"more than {MAX_RUNS} runs per side would be needed for {margin}"
         return [f"the runs vary too much: {more}; look for the cause, or use --interleave"]

@@ -27,13 +27,13 @@ from analysis.show import (
     canonical,
     clean,
     scaled_unit,
-    show_number,
     show_time,
     show_value,
     unit_of,
 )
 from analysis.verdicts import WIDEST, Comparison, Result, geometric_mean
 from common.cli import show_size
+from common.report import significant
 
 # Colors with a contrast ratio of at least 3 on white and on a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
@@ -98,6 +98,11 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> list[Figure]:
     return figures + (bars(others, title, name) if len(others) else [])
 
 
+def without_zeros(text: str) -> str:
+    """A label of an axis without trailing zeros after the decimal point: `50.00 ms` is `50 ms`."""
+    return re.sub(r"\.0+(?=e| |$)|(\.\d*[1-9])0+(?=e| |$)", r"\1", text)
+
+
 def curves_of_setting(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure:
     """The figure of one setting."""
     figure = Figure(figsize=(5.6, 3.4), label=name)
@@ -129,9 +134,8 @@ def curves_of_setting(rows: pd.DataFrame, title: str, name: str, x: str) -> Figu
     else:
         ax.set_ylim(bottom=0)
     in_seconds = unit_of(rows["metric"].iloc[0]).name == "s"
-    ax.yaxis.set_major_formatter(
-        lambda value, _: show_time(value) if in_seconds else show_number(value)
-    )
+    show = show_time if in_seconds else significant
+    ax.yaxis.set_major_formatter(lambda value, _: without_zeros(show(value)))
     ticks = sorted(set(rows["x"]))
     ax.set_xticks(ticks[:: 1 + len(ticks) // 8])
     put_legend(ax)
@@ -224,7 +228,7 @@ def bars(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
     ax.set_xlim(left=0)
     has_intervals = bool(above.notna().any(axis=None))
     label = title if unit in ("", "k", "M", "G") else unit
-    ax.set_xlabel(f"{label}; the thin lines are 95 % intervals" if has_intervals else label)
+    ax.set_xlabel(f"{label}; the thin lines are 95% intervals" if has_intervals else label)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     put_legend(ax)
@@ -272,7 +276,7 @@ def all_runs(
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
     set_ratios(ax, [point.ratio for _, base, test in rows for point in (*base, *test)])
-    margin = f"{100 * comparison.design.margin:.3g} %"
+    margin = f"{100 * comparison.design.margin:.3g}%"
     ax.set_xlabel(f"time / mean of {clean(names[0], 30)}; shaded: the margin of {margin}")
     add_legend(ax, rows, names)
     return [figure]
@@ -557,7 +561,7 @@ def heat_map(
         for (a, b), value in values.items():
             is_dark = value < middle
             ax.text(
-                *(b, a, show_number(value)),
+                *(b, a, significant(value)),
                 ha="center",
                 va="center",
                 fontsize=8,

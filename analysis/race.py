@@ -91,7 +91,7 @@ def conclusions(race: Race, comparisons: dict[str, Comparison], margin: float) -
     if persistent := persistent_of(comparisons):
         lines.append(
             f"warning: {', '.join(persistent)} against {race.best}: the ratio is correlated from "
-            "round to round, which the interval ignores; such rankings are wrong in more than 5 % "
+            "round to round, which the interval ignores; such rankings are wrong in more than 5% "
             "of cases"
         )
     return lines
@@ -109,24 +109,22 @@ def is_clear(race: Race, results: dict[str, Result]) -> bool:
 
 
 def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
-    """`best: X; Z is 1.12 (1.08 to 1.17) times slower`, or `no clear best` if another command may
-    be equally fast."""
+    """`best: X; Z is 1.12x slower (1.08 to 1.17)`, or `no clear best` if another command may be
+    equally fast."""
     head = "best" if is_clear(race, results) else "no clear best; smallest mean time"
     parts = [f"{head}: {race.best}"]
     for name, result in results.items():
-        if result.interval is None:
+        factor = result.factor
+        if factor is None:
             parts.append(f"{name} has no time to compare")
-            continue
-        low, high = result.interval
-        if is_slower(result):
-            parts.append(f"{name} is {result.ratio:.3g} ({low:.3g} to {high:.3g}) times slower")
+        elif is_slower(result):
+            parts.append(f"{name} is {factor.as_factor(unit='x slower')}")
         elif result.verdict == "same":
-            parts.append(f"{name} is the same within {100 * margin:g} %")
+            parts.append(f"{name} is the same within {100 * margin:g}%")
         elif name in race.lost_to:
             parts.append(f"{name} was slower than {race.lost_to[name]}")
         else:
-            ends = f"{low:.3g} to {high:.3g}" if result.is_informative else "no interval"
-            parts.append(f"{name} does not differ significantly: {result.ratio:.3g} times ({ends})")
+            parts.append(f"{name} does not differ significantly: {factor.as_factor()}")
     return "; ".join(parts)
 
 

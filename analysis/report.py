@@ -52,7 +52,7 @@ from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, 
 from analysis.page import Section, Table, as_page, hide_folders, name_reports
 from analysis.versus import compare_folder, compare_sides, is_folder, read_folder
 from common.cli import Parser, cut, refuse, refuse_foreign, show_size
-from common.report import Estimate, digits_of
+from common.report import Estimate, digits_of, significant
 from common.stats import median
 
 FRACTIONS = (
@@ -277,7 +277,7 @@ def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if not isinstance(value, Estimate):
-        return f"{show.show_number(value * factor)} {shown_unit}".strip()
+        return f"{significant(value * factor)} {shown_unit}".strip()
     ends = [abs(x) for x in (value.value, value.low, value.high) if x]
     return value.text(shown_unit, factor, digits_of(factor * max(ends)) if ends else 0)
 

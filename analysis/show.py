@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import tabulate
 
 from common.cli import abandon, cut, refuse, show_size
+from common.report import significant
 
 SIZES = {  # of units: by the unit that metrics have, those in which they are shown
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
@@ -95,16 +96,10 @@ def scaled_unit(unit: str, values: Iterable[float]) -> tuple[str, float]:
     return name, 1 / size
 
 
-def show_number(value: float) -> str:
-    """Format with four significant digits, without an exponent where possible."""
-    if abs(value) < 1e4:
-        return f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.2g}"
-    return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.4g}"
-
-
 def show_time(seconds: float) -> str:
+    """Format a time with four significant digits: `193.0 ms`."""
     unit, factor = scaled_unit("s", [seconds])
-    return f"{seconds * factor:.4g} {unit}"
+    return f"{significant(seconds * factor)} {unit}"
 
 
 def show_value(name: str, value: Any) -> str:

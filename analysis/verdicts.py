@@ -29,6 +29,7 @@ from analysis.evidence import (
 from analysis.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
 from analysis.show import is_number, join_distinct
 from common.cli import cut
+from common.report import Estimate
 
 Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run lacks the case
 
@@ -111,6 +112,14 @@ class Result:
             return False
         low, high = self.interval
         return self.ratio / WIDEST <= low and high <= self.ratio * WIDEST
+
+    @property
+    def factor(self) -> Estimate | None:
+        """The ratio with its interval, which is omitted if it is too wide to print. None if the
+        scatter of runs is unknown."""
+        if self.ratio is None or self.interval is None:
+            return None
+        return Estimate(self.ratio, *self.interval) if self.is_informative else Estimate(self.ratio)
 
 
 @dataclass(frozen=True)
@@ -514,7 +523,7 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
     if is_discovery and high < 1 and case.ratio < least:
         return "faster", ""
     if max(case.rounding) > margin / 4:
-        off = f"{100 * max(case.rounding):.2g} %"
+        off = f"{100 * max(case.rounding):.2g}%"
         return "undecided", f"the logs print so few digits that a number may be off by {off}"
     if low <= 1 <= high:
         return "undecided", "the interval contains 1, but extends beyond the margin"

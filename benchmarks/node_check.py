@@ -91,7 +91,7 @@ from common.environment import (
     rank_names,
 )
 from common.groups import Group, Job, barrier_before_new_group, broadcast, connect
-from common.report import Case, Report
+from common.report import Case, Report, significant
 from common.stats import Times, by_round, median
 from common.table import Cell, Columns, metric, relative
 from common.timing import STEP, Step, Workload
@@ -545,7 +545,8 @@ def below_links(rows: list[Case], measured: list[links.Link], cluster: Cluster) 
         busbw = rates[rail[0]].get("all_reduce_between_bytes_per_s")
         if own and busbw and busbw * limit < min(own) * 1e9:
             factor = min(own) * 1e9 / busbw
-            text = f"{busbw / 1e9:.3g} GB/s, but its slowest link sustains {min(own):.3g} GB/s"
+            got, of_link = significant(busbw / 1e9, 3), significant(min(own), 3)
+            text = f"{got} GB/s, but its slowest link sustains {of_link} GB/s"
             component = Component("rail", ((number,),))
             findings[component, "all reduce between"] = Slowness(factor, text)
     return findings

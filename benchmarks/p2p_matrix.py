@@ -71,7 +71,7 @@ from benchmarks.workloads.ranks import partition
 from common.benchmark import LOAD_UNKNOWN, Benchmark, Key, folded
 from common.cpu_load import Others
 from common.environment import count_of, node_names, node_of_each, rank_names
-from common.report import Case
+from common.report import Case, significant
 from common.table import percent
 
 LARGEST_MATRIX = 32  # members; with more, only the worst links are printed
@@ -241,8 +241,8 @@ def largest_group(count: int, rates: dict[Pair, float], least: float) -> list[in
 def leave_out(
     links: list[Link], node_of_member: list[int], names: Names, findings: Findings
 ) -> str | None:
-    """`without node3: 7 nodes sustain 380 GB/s, all 8 nodes sustain 94 GB/s`; None for a single
-    pair of nodes or ranks.
+    """`without node3: 7 nodes sustain 380.0 GB/s, all 8 nodes sustain 94.00 GB/s`; None for a
+    single pair of nodes or ranks.
 
     Only nodes or ranks in the findings are left out, either by themselves or as an end of a link.
     """
@@ -259,12 +259,16 @@ def leave_out(
             suspects |= set(members) if is_owner else {owner[member] for member in members}
     group = largest_group(count, rates, median(rates.values()) / (1 + MARGIN))
     left = [number for number in range(count) if number not in group]
-    of_all = f"all {count} {level}s sustain {group_bandwidth(range(count), rates):.4g} GB/s"
+
+    def sustained_by(members: Sequence[int]) -> str:
+        rate = significant(group_bandwidth(members, rates))
+        return f"{len(members)} {level}s sustain {rate} GB/s"
+
+    of_all = f"all {sustained_by(range(count))}"
     if not left or not suspects.issuperset(left):
         return of_all
     without = cli.cut([names[level][number] for number in left])
-    of_group = f"{len(group)} {level}s sustain {group_bandwidth(group, rates):.4g} GB/s"
-    return f"without {without}: {of_group}, {of_all}"
+    return f"without {without}: {sustained_by(group)}, {of_all}"
 
 
 # -- tables and heat maps --------------------------------------------------------------------------
@@ -339,10 +343,10 @@ def matrix_lines(matrix: np.ndarray, heads: Sequence[str], width: int) -> list[s
 
 
 def formatted(value: float) -> str:
-    """A value of a link, with four significant digits. Infinity is an interval over 100 %."""
+    """A value of a link, with four significant digits. Infinity is an interval over 100%."""
     if np.isnan(value):
         return "-"
-    return f"{value:.4g}" if np.isfinite(value) else ">100"
+    return significant(value) if np.isfinite(value) else ">100"
 
 
 def check_plot(path: str) -> None:
@@ -399,8 +403,8 @@ def answer(
     lines = lines or ["no link, rank or node is significantly slower than its peers"]
     latencies = [link.latency_us for link in links]
     rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a) if rate is not None]
-    latency = f"latency {min(latencies):.4g} to {max(latencies):.4g} us"
-    bandwidth = f"bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
+    latency = f"latency {significant(min(latencies))} to {significant(max(latencies))} us"
+    bandwidth = f"bandwidth {significant(min(rates))} to {significant(max(rates))} GB/s"
     steady = "no interval"
     if len(spreads) == len(links):
         steady = f"median {percent(median(spreads))}, maximum {percent(max(spreads))}"

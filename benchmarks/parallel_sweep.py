@@ -339,7 +339,7 @@ def answer(cases: list[Case]) -> list[str]:
 
 def pipeline_lines(case: Case) -> list[str]:
     """`# pp2:1f1b, pp rank 0 computes for 20.3 ms (19.9 to 21.1), is busy for 22.0 ms (21.1 to
-    23.0) of a step's 33.0 ms, and is idle for 33 % (30 to 36) of it`, ..."""
+    23.0) of a step's 33.0 ms, and is idle for 33% (30 to 36) of it`, ..."""
     lines, metrics = [], case.metrics
     for rank, compute_s in enumerate(metrics.get("stage_compute_s", [])):
         computes = f"# {case.name}, pp rank {rank} computes for {compute_s}"

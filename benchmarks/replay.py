@@ -828,7 +828,7 @@ COLUMNS: Columns = {  # GB/s are busbw
 def answer(metrics: dict[str, Any]) -> str:
     """The fraction of the job's step that is communication.
 
-    `the communication of a step takes 5.09 ms (4.29 to 6.42) back to back, 31 % (26 to 39) of the
+    `the communication of a step takes 5.09 ms (4.29 to 6.42) back to back, 31% (26 to 39) of the
     job's step of 16.3 ms; with the job's gaps, a step takes 16.3 ms (16.3 to 16.3)`
     """
     alone, job_s = metrics["back_to_back_s"], metrics.get("job_step_s")

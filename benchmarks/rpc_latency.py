@@ -64,7 +64,7 @@ from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from common.benchmark import Benchmark, Key, Planned
 from common.groups import Group, Job
-from common.report import Case, Estimate
+from common.report import Case, Estimate, significant
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
 from common.stats import Times
 from common.table import Cell, Columns, Table, metric, number_of, relative
@@ -231,7 +231,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
 
 def rate(gb_per_s: Any) -> str:
     """Format with three significant digits: rates differ by orders of magnitude between sizes."""
-    return f"{number_of(gb_per_s):.3g}"
+    return significant(number_of(gb_per_s), 3)
 
 
 COLUMNS: Columns = {

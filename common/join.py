@@ -144,7 +144,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep memory that the process frees, unless variables of the user configure malloc.
 
     By default glibc returns memory to the system after each step until the heap has grown, which
-    made the first case of a process 6 to 13 % slower than the same step later (docs/measuring.md).
+    made the first case of a process 6 to 13% slower than the same step later (docs/measuring.md).
     Returns whether glibc accepted the settings.
     """
     libc = ctypes.CDLL(None)

@@ -50,7 +50,7 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # units of time, in seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % confidence interval.
+    """A number with its 95% confidence interval.
 
     low, high: ends of the interval. None if there are too few samples or if they drift. In a report
     an Estimate is a JSON object with these three entries.
@@ -81,7 +81,7 @@ class Estimate:
 
         The interval of the quotient is the widest one that the ends of both intervals allow, so it
         contains the true quotient if both intervals contain the true numbers: with a probability of
-        at least 90 % (Bonferroni).
+        at least 90% (Bonferroni).
         """
         if not isinstance(other, Estimate):
             other = Estimate(other, other, other)
@@ -112,31 +112,33 @@ class Estimate:
     def text(self, unit: str = "", scale: float = 1, digits: int | None = None) -> str:
         """The number times `scale`, with its interval: `1.24 GB/s (1.10 to 1.39)`.
 
+        unit: separated from the number by a space, unless it starts with `%` or `x`:
+        `12% (10 to 15)`, `1.12x slower (1.08 to 1.17)`.
         digits: number of decimals. By default the value is shown with three significant digits.
         """
         digits = digits_of(self.value * scale) if digits is None else digits
-        words = [f"{self.value * scale:,.{digits}f}", unit]
+        number = f"{self.value * scale:,.{digits}f}"
+        if unit:
+            number += unit if unit.startswith(("%", "x")) else f" {unit}"
         if self.low is None or self.high is None:
-            words.append("(no interval)")
-        else:
-            words.append(f"({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})")
-        return " ".join(word for word in words if word)
+            return f"{number} (no interval)"
+        return f"{number} ({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})"
 
-    def as_factor(self, most: float = math.inf) -> str:
+    def as_factor(self, most: float = math.inf, unit: str = "times") -> str:
         """A factor in words: `1.24 times (1.10 to 1.39)`.
 
         most: upper bound of the factor. If the interval exceeds it, the result is
         `up to 2 times (1.70 at least)`. More decimals are used if rounding would make an interval
-        that excludes 1 look as if it contained 1.
+        that excludes 1 look as if it contained 1. unit: as in `text`.
         """
         if self.low is None or self.high is None:
-            return self.text("times", digits=2)
+            return self.text(unit, digits=2)
         if self.high > most:
             return f"up to {most:g} times ({self.low:.2f} at least)"
         low, high, digits = self.low, self.high, 2
         while digits < 5 and not self.may_be(1) and 1 in (round(low, digits), round(high, digits)):
             digits += 1
-        return self.text("times", digits=digits)
+        return self.text(unit, digits=digits)
 
     def __str__(self) -> str:
         """For a time in seconds: `76.1 ms (70.2 to 80.0)`."""
@@ -165,6 +167,19 @@ def digits_of(value: float) -> int:
     while digits < 5 and abs(value) < 10 ** (2 - digits):
         digits += 1
     return digits
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """Format with a number of significant digits, including trailing zeros: `193.0`, `12,346`.
+
+    Numbers below 1e-4 or from 1e15 on are shown with an exponent, and 0 as `0`.
+    """
+    if not value:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e15:
+        return f"{value:#.{digits}g}"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # after rounding: 1 for 9.9996
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def unit_of(seconds: float) -> str:

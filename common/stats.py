@@ -55,7 +55,7 @@ def autocorrelation_time(samples: ArrayLike) -> float:
 def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | None:
     """Return the confidence interval of the median of samples [n] in order of time.
 
-    None if there are too few samples (under 6 at 95 %), if they drift, or if their batches
+    None if there are too few samples (under 6 at 95%), if they drift, or if their batches
     disagree. The interval reaches from the k-th smallest to the k-th largest sample, where
     k = round(n/2 - h), and h is the larger of these two (docs/measuring.md has the coverage):
 
@@ -105,7 +105,7 @@ def interval_around_middle(samples: NDArray[np.float64], half: float) -> Interva
 def student_t(confidence: float, freedom: int) -> float:
     """Return the two-sided quantile of Student's t (Abramowitz and Stegun 26.7.5).
 
-    With 5 degrees of freedom the error is 0.2 % at 95 % and 1 % at 99.5 %; with more it is smaller.
+    With 5 degrees of freedom the error is 0.2% at 95% and 1% at 99.5%; with more it is smaller.
     """
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -114,7 +114,7 @@ def student_t(confidence: float, freedom: int) -> float:
 
 
 def median(samples: ArrayLike) -> Estimate:
-    """Return the median of times [n] in order of measurement, with its 95 % interval."""
+    """Return the median of times [n] in order of measurement, with its 95% interval."""
     return drop_wide_interval(median_of_differences(samples))
 
 
@@ -134,7 +134,7 @@ def drop_wide_interval(estimate: Estimate) -> Estimate:
 
 
 def same_distribution(a: ArrayLike, b: ArrayLike) -> bool:
-    """Whether samples [n] and [m] may come from the same distribution: the rank-sum test at 5 %
+    """Whether samples [n] and [m] may come from the same distribution: the rank-sum test at 5%
     (Mann and Whitney 1947, Annals of Mathematical Statistics 18:50)."""
     x, y = np.asarray(a, dtype=np.float64)[:, None], np.asarray(b, dtype=np.float64)
     wins = np.sum(x < y) + np.sum(x == y) / 2
@@ -306,7 +306,7 @@ class Times:
     def excess_over(self, part: str) -> Estimate:
         """Return the difference between the `mean` of the step and that of the part.
 
-        Both are those of the slowest rank, so that a late rank cancels out. The 95 % interval is
+        Both are those of the slowest rank, so that a late rank cancels out. The 95% interval is
         over rounds: to first order (delta method), a round contributes step * log(its block of the
         step) - part * log(its block of the part). There is no interval with fewer than 6 rounds.
         """

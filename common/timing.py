@@ -27,7 +27,7 @@ STEP = "step"  # the name of the step that a case measures; parts have names of 
 
 ROUNDS = 12  # number of rounds for which the time budget of a case is planned
 INTERLEAVED_ROUNDS = 24  # the same for ab.py --interleave
-MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
+MIN_SAMPLES = 6  # fewer give no 95% interval of a median
 LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
 HOST_AHEAD_S = 5e-3  # a full launch queue (about 1,000 kernels) keeps the device busy for this long

@@ -414,7 +414,7 @@ def trainer_falters() -> None:
 
 @fault
 def wrong_answer() -> None:
-    """Rank 2, a server, returns values 0.1 % too large from functions with async_execution."""
+    """Rank 2, a server, returns values 0.1% too large from functions with async_execution."""
 
     def enlarged(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

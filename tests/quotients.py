@@ -459,16 +459,16 @@ def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range
     if "x the median time," in line or "x the time of the other;" in line:
         yield "the parts of a quotient are missing"
     for busy, b, step, s, idle in re.findall(
-        rf"busy for {TIME} .* of a step's {TIME}, and is idle for ({NUMBER}) %", line
+        rf"busy for {TIME} .* of a step's {TIME}, and is idle for ({NUMBER})%", line
     ):
         share = percent(1 - seconds(f"{busy} {b}") / seconds(f"{step} {s}"))
         if not printed(idle).meets(share):
-            yield f"idle {idle} % is not 1 - {busy} / {step}"
+            yield f"idle {idle}% is not 1 - {busy} / {step}"
     for alone, a, part, step, s in re.findall(
-        rf"a step takes {TIME} .*? back to back, ({NUMBER}) % .*? of the job's step of {TIME}", line
+        rf"a step takes {TIME} .*? back to back, ({NUMBER})% .*? of the job's step of {TIME}", line
     ):
         if not printed(part).meets(percent(seconds(f"{alone} {a}") / seconds(f"{step} {s}"))):
-            yield f"{part} % is not {alone} / {step}"
+            yield f"{part}% is not {alone} / {step}"
     for profiled, p, own, o, factor in re.findall(
         rf"took {TIME} instead of {TIME}, ({NUMBER}) times as long", line
     ):

@@ -49,9 +49,9 @@ class Condition(NamedTuple):
 
 CONDITIONS = {
     "CPU, quiet": Condition("cpu", 0.4, 0.0),
-    "CPU, 5 %": Condition("cpu", 0.4, 0.05),
-    "CPU, 9 %": Condition("cpu", 0.4, 0.09),
-    "CPU, 30 %": Condition("cpu", 0.4, 0.3),
+    "CPU, 5%": Condition("cpu", 0.4, 0.05),
+    "CPU, 9%": Condition("cpu", 0.4, 0.09),
+    "CPU, 30%": Condition("cpu", 0.4, 0.3),
     "GPU": Condition("cuda", 0.1, 0.0),
     "links, CPU": Condition("cpu", 2.0, 0.0, links=True),
     "links, GPU": Condition("cuda", 0.1, 0.0, links=True),

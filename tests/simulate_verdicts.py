@@ -159,7 +159,7 @@ LOADS = {
     "idle": (1.0, 0.0, 0.0),
     "a busy loop throughout": (1.0, 0.0, 0.5),
     **{f"a busy loop every {s} s": (s / 2, s / 2, 0.5) for s in (2, 10, 30, 60, 120)},
-    **{f"{p} % of the cores": (1.0, 0.0, p / 100) for p in (5, 10, 15, 30)},
+    **{f"{p}% of the cores": (1.0, 0.0, p / 100) for p in (5, 10, 15, 30)},
 }
 
 
@@ -241,8 +241,8 @@ def under_load(
 def show_under_load(scatter: float, count: int = 1000) -> None:
     """Print the table of docs/measuring.md."""
     print(
-        "| | ab.py: wrong | at most | no verdict | finds 3 % | 10 % | 30 % | compare.py: wrong |"
-        " no verdict | finds 30 % |"
+        "| condition | ab.py: wrong | at most | no verdict | finds 3% | 10% | 30% "
+        "| compare.py: wrong | no verdict | finds 30% |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for condition in LOADS:

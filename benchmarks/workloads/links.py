@@ -15,7 +15,7 @@ from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.outliers import MARGIN, Costs, Findings, find_slow
 from common.benchmark import Build, Derive, Key
 from common.groups import Group, Job
-from common.report import Case
+from common.report import Case, significant
 from common.stats import Times, by_round, median
 from common.timing import Step, Workload
 
@@ -43,7 +43,7 @@ class Link(NamedTuple):
     a_to_b: float | None  # GB/s; None if each direction was not measured separately
     b_to_a: float | None  # GB/s
     both: float  # GB/s, sum of both directions at the same time
-    # Half-width of the 95 % interval of the median sample, as a fraction of the median. The largest
+    # Half-width of the 95% interval of the median sample, as a fraction of the median. The largest
     # of the four times counts. None if there are too few samples.
     spread: float | None = None
     # Difference between the two halves of the rounds, as a fraction of the shorter time. The
@@ -316,7 +316,7 @@ def slow_links(
 
     node_of: the node of each member. of_two: see `find_slow`.
 
-    The deviation is at least that of the samples of a typical link: half of `spread`, since a 95 %
+    The deviation is at least that of the samples of a typical link: half of `spread`, since a 95%
     interval extends to two standard deviations.
     """
     findings: Findings = {}
@@ -339,5 +339,5 @@ def slow_links(
 
 
 def show_cost(quantity: Quantity, cost: float) -> str:
-    """Format a latency, `60 us`, or the bandwidth of which the cost is the inverse, `94 GB/s`."""
-    return f"{cost if quantity.less_is_better else 1 / cost:.4g} {quantity.unit}"
+    """Format a latency, `60.00 us`, or the bandwidth whose inverse is the cost, `94.00 GB/s`."""
+    return f"{significant(cost if quantity.less_is_better else 1 / cost)} {quantity.unit}"

@@ -38,7 +38,7 @@ def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
 
 def simultaneous(count: int) -> float:
     """Return the confidence of each ratio between `count` steps that were timed alternately, such
-    that all ratios to one step hold simultaneously at 95 %: 1 - 0.05 / (count - 1) (Bonferroni).
+    that all ratios to one step hold simultaneously at 95%: 1 - 0.05 / (count - 1) (Bonferroni).
 
     This also covers `fastest`. A step can be called the fastest by mistake only if it wins against
     the actual fastest one, and there are count - 1 such pairs.

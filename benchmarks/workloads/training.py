@@ -19,7 +19,7 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
     """Return (row, factor) of the slowest rank if it is significantly slower than the others.
 
     Pass local compute: in a synchronized step all ranks look equally slow. The median of
-    x[rank] / median(x[others]) must exceed 1 + margin at a confidence of 95 %, shared among the
+    x[rank] / median(x[others]) must exceed 1 + margin at a confidence of 95%, shared among the
     ranks (Bonferroni). For an even number of others, their upper median is used: with a lower value
     a single fast rank would make the others look slow. samples: seconds [ranks, n].
     """

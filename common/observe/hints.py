@@ -17,7 +17,7 @@ from common.timing import MIN_SAMPLES
 WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time
 LAUNCH_HINT = (
-    "launch-bound: launching the kernels takes the host over 90 % of the time, so this measures "
+    "launch-bound: launching the kernels takes the host over 90% of the time, so this measures "
     "Python; try a larger --batch-size, CUDA graphs (-G) or compile"
 )
 
@@ -138,7 +138,7 @@ def hints(
 def list_intervals(
     what: str, cases: Sequence[Case], numbers_of: Callable[[Case], set[str]]
 ) -> list[str]:
-    """Return [`95 % interval missing (-) in 2 of 3 cases: step (ddp eager, fsdp2 eager)`], or [] if
+    """Return [`95% interval missing (-) in 2 of 3 cases: step (ddp eager, fsdp2 eager)`], or [] if
     there are none. numbers_of: returns the affected numbers of a case."""
     tables: dict[str, set[str]] = {}  # by name of a row
     for case in cases:
@@ -153,7 +153,7 @@ def list_intervals(
         return []
     count = sum(bool(numbers_of(case)) for case in cases)
     listed = "; ".join(f"{number} ({cut(names, 3)})" for number, names in found.items())
-    return [f"95 % interval {what} in {count} of {count_of(len(cases), 'case')}: {listed}"]
+    return [f"95% interval {what} in {count} of {count_of(len(cases), 'case')}: {listed}"]
 
 
 def causes(

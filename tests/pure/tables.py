@@ -30,7 +30,7 @@ def check_time(cell: str, seconds: float | None) -> None:
     if seconds is None:
         assert cell in ("-", "")
         return
-    number, unit = cell.split()
+    number, unit = cell.replace(",", "").split()
     assert float(number) * UNITS[unit] == pytest.approx(seconds, rel=5.1e-4)  # four digits
 
 
@@ -59,7 +59,7 @@ def check_row(cells: list[str], row: dict[str, Any], is_like_with_like: bool) ->
         assert ends == pytest.approx(row["interval"], rel=5.1e-4)
     if is_like_with_like:
         change = row["smallest_change"]
-        assert float(last.removesuffix(" %")) / 100 == pytest.approx(change, rel=0.051)
+        assert float(last.removesuffix("%")) / 100 == pytest.approx(change, rel=0.051)
         return
     verdict, _, caveats = last.rstrip("]").partition(" [")
     assert verdict == row["verdict"]
@@ -74,7 +74,7 @@ def check_pair(pair: dict[str, Any], text: str, is_like_with_like: bool = False)
         check_row(cells, row, is_like_with_like)
     counts = [len(pair["runs"][side]) for side in ("base", "test")]
     pattern = (
-        r": (\d+) of BASE, (\d+) of TEST; margin ([\d.]+) %; "
+        r": (\d+) of BASE, (\d+) of TEST; margin ([\d.]+)%; "
         r"(?:unit of observation: the (\w+)|one)"
     )
     head = re.search(pattern, text)
@@ -83,7 +83,7 @@ def check_pair(pair: dict[str, Any], text: str, is_like_with_like: bool = False)
     assert float(head[3]) == pytest.approx(100 * pair["design"]["margin"])
     unit = head[4] or "run"
     assert unit == pair["design"]["unit"]
-    sure = re.search(r"  ([\d.]+) % interval", text)
+    sure = re.search(r"  ([\d.]+)% interval", text)
     assert sure
     assert float(sure[1]) == pytest.approx(100 * pair["design"]["confidence"], rel=5.1e-4)
     for warning in pair["warnings"]:

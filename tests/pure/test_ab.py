@@ -200,7 +200,7 @@ def test_a_command_against_itself(out: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^case +BASE .* interval +smallest change\n", done.stdout, re.M)
     # the times of fake.py depend only on the round
-    assert re.search(r"^x +100.2 ms +100.2 ms +1.00x +1 to 1 +0 %$", done.stdout, re.M)
+    assert re.search(r"^x +100.2 ms +100.2 ms +1.00x +1.000 to 1.000 +0%$", done.stdout, re.M)
     assert "# smallest change: 4 runs per side detect it in 9 of 10 comparisons" in done.stdout
     words = (*words, "--format", "json")
     as_json = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
@@ -208,7 +208,7 @@ def test_a_command_against_itself(out: Path) -> None:
 
 
 def test_several_interleaved_commands(out: Path) -> None:
-    """One of three commands is 10 % slower and has fewer blocks. The other two are equal."""
+    """One of three commands is 10% slower and has fewer blocks. The other two are equal."""
     flags = ["--a", f"quick={fake(out, '0.1 x')}", "--b", f"slow={fake(out, '0.11 short')}"]
     flags += [f"equal={fake(out, '0.100 x')}", "--runs", "2", "--max-runs", "4", "--interleave"]
     flags += ["--allow-disturbed"]
@@ -216,11 +216,11 @@ def test_several_interleaved_commands(out: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("equal", "slow"):
         assert f"# BASE: quick. TEST: {name}.\n" in done.stdout
-    looks = "6 looks at pairs of commands share the error rate of 5 %"
+    looks = "6 looks at pairs of commands share the error rate of 5%"
     assert f"with interleaved blocks; {looks}" in done.stdout
     assert done.stdout.splitlines()[-1] == (
-        "# no clear best; smallest mean time: quick; equal is the same within 2 %; "
-        "slow is 1.1 (1.1 to 1.1) times slower"
+        "# no clear best; smallest mean time: quick; equal is the same within 2%; "
+        "slow is 1.10x slower (1.10 to 1.10)"
     )
     words = (out / "order").read_text().split()
     assert words[1::2] == ["begins", "ends"] * (2 * (24 + 12 + 24))  # one runs at a time, 2 rounds
@@ -406,9 +406,9 @@ def test_the_result_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:
         return Comparison([results[test]], None, [], [], [], [], Design())
 
     race = Race(["b", "a"])
-    assert sentence(race, {"a": results["a"]}, 0.02) == (
-        "best: b; a is 1.12 (1.08 to 1.17) times slower"
-    )
+    assert sentence(race, {"a": results["a"]}, 0.02) == "best: b; a is 1.12x slower (1.08 to 1.17)"
+    wide = Result("", {}, ratio=10.0, interval=(1.5, 60.0))  # the table prints no interval either
+    assert sentence(race, {"a": wide}, 0.02) == "best: b; a is 10.00x slower (no interval)"
     race = Race(["b", *results])
     race.lost_to = {"e": "d"}
     show_race(race, compared, 0.02)
@@ -416,6 +416,6 @@ def test_the_result_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     assert said == (
         "# no clear best; smallest mean time: b; f has no time to compare; c does not differ "
         "significantly: 1.01 times (0.98 to 1.04); e was slower than d; "
-        "a is 1.12 (1.08 to 1.17) times slower"
+        "a is 1.12x slower (1.08 to 1.17)"
     )
     assert warning.startswith("# warning: a against b: the ratio is correlated from round to round")

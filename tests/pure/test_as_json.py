@@ -26,7 +26,7 @@ def document(*words: str) -> tuple[dict[str, Any], str]:
 
 
 def two_sides(folder: Path) -> tuple[str, ...]:
-    """Six runs a side of three cases: one is equal, one 10 % slower, one fails or is missing.
+    """Six runs a side of three cases: one is equal, one 10% slower, one fails or is missing.
 
     BASE 5 is a copy of BASE 4, BASE 6 was disturbed, and TEST 6 was interrupted.
     """

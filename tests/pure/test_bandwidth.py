@@ -116,8 +116,8 @@ def all_reduces() -> list[dict[str, Any]]:
 def test_ratio_to_the_times_alone(tmp_path: Path) -> None:
     """2 MiB alone take 1.0 ms (0.8 to 1.3), halfway between 1 and 3 MiB. The all-reduces of a step
     take 3 ms, and alone 1.5 ms (1.2 to 1.9): a ratio of 2.00 (1.58 to 2.50). The all-gather takes
-    1 ms, and alone 0.25 ms. A factor of 4.00 of 10.1 % of the step matters more than 2.00 of 20 %,
-    but less than 2.00 of 30.2 %."""
+    1 ms, and alone 0.25 ms. A factor of 4.00 of 10.1% of the step matters more than 2.00 of 20%,
+    but less than 2.00 of 30.2%."""
     gathers = [measured("all_gather", 2 * 2**20, 2.5e-4, 2.5e-4, 2.5e-4)]
     against = scan(tmp_path / "c.jsonl", *all_reduces(), *gathers)
     paths = save_ranks(tmp_path, rank_of_two(700), rank_of_two(0), hosts=["vm", "vm"])

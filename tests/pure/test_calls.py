@@ -75,7 +75,7 @@ def test_lateness_is_relative_to_the_median_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("of_ranks", "words"),
     [
-        # 5 % of the step is not more than 5 %
+        # 5% of the step is not more than 5%
         (
             [(5, 5, 5), (0, 0, 0)],
             "no rank makes the other ranks wait for more than 5% of a step",
@@ -93,7 +93,7 @@ def test_lateness_is_relative_to_the_median_of_the_others() -> None:
             [(90, 0, 0), (0, 0, 0)],
             "no rank is late in most steps; the other ranks wait 30 ms of a ",
         ),
-        # a tie, and a rank that stands out by more than 5 % of a step
+        # a tie, and a rank that stands out by more than 5% of a step
         (
             [(20, 20, 20), (16, 16, 16)],
             "no rank stands out: the other ranks wait 20 ms of a 100 ms",

@@ -74,7 +74,7 @@ def test_training_by_hand() -> None:
 @pytest.mark.parametrize(
     ("got", "want", "tolerance", "off"),
     [
-        ([8.0, 4.5], [8.0, 4.0], 0.0625, None),  # relative to the first loss: 0.5 / 8 is 6.25 %
+        ([8.0, 4.5], [8.0, 4.0], 0.0625, None),  # relative to the first loss: 0.5 / 8 is 6.25%
         (
             [8.0, 4.5],
             [8.0, 4.0],

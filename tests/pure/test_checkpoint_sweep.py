@@ -66,17 +66,17 @@ def test_the_parts_of_the_median_load_by_hand() -> None:
 
 
 def test_the_answer_does_not_rank_modes() -> None:
-    """6 s of 600 s are 1 %. The modes were timed one after the other, so they are not ranked."""
+    """6 s of 600 s are 1%. The modes were timed one after the other, so they are not ranked."""
     key = {"every_s": 600, "path": "/x", "strategy": "ddp"}
     costs = {"a": Estimate(0.02, 0.018, 0.022), "b": Estimate(0.01), "queues": None}
     cases = [Case(key=key, ranks=[0], metrics={"cost": c}, name=mode) for mode, c in costs.items()]
     assert checkpoint_sweep.answer(cases) == (
-        "ddp into /x: a checkpoint every 10 min costs 1.00 % (no interval) of training time with "
-        "b, 2.00 % (1.80 to 2.20) with a; these were timed one after the other; use analysis/ab.py "
+        "ddp into /x: a checkpoint every 10 min costs 1.00% (no interval) of training time with "
+        "b, 2.00% (1.80 to 2.20) with a; these were timed one after the other; use analysis/ab.py "
         "to compare them"
     )
     one = checkpoint_sweep.answer(cases[:1])
-    assert one.endswith(" costs 2.00 % (1.80 to 2.20) of training time with a")
+    assert one.endswith(" costs 2.00% (1.80 to 2.20) of training time with a")
     queues = checkpoint_sweep.answer(cases[2:])
     assert queues == "ddp into /x: no upload ends within 10 min"
 

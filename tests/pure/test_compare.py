@@ -26,11 +26,11 @@ def exp(*logs: float) -> list[float]:
 def test_the_example_of_the_page_by_hand(tmp_path: Path) -> None:
     (found,) = compared(tmp_path, exp(-0.01, 0.01), exp(0.09, 0.11)).cases
     assert found.ratio == pytest.approx(math.exp(0.1))
-    # the error is 0.014142, t(2) = 4.3027 at 97.5 %, half the interval 0.06085
+    # the error is 0.014142, t(2) = 4.3027 at 97.5%, half the interval 0.06085
     assert found.interval == pytest.approx(tuple(exp(0.1 - 0.06085, 0.1 + 0.06085)), rel=1e-4)
     # t = 0.1 / 0.014142 = 7.071; two-sided for 2 degrees of freedom: 1 - t / sqrt(t^2 + 2)
     assert found.p == pytest.approx(0.01942, abs=2e-5)
-    # z = 1.2816 at 90 %: c = 4.3027 + 1.2816 * sqrt(1 + (c^2 + 18.513) / 4) has c = 13.43
+    # z = 1.2816 at 90%: c = 4.3027 + 1.2816 * sqrt(1 + (c^2 + 18.513) / 4) has c = 13.43
     assert found.smallest_change == pytest.approx(math.exp(13.43 * 0.014142) - 1, rel=1e-3)
 
 
@@ -96,7 +96,7 @@ def test_the_time_of_a_run_is_made_of_its_blocks(
 def test_false_discoveries_by_hand() -> None:
     """Of ten cases, five differ by 1.7 to 4 standard errors and have p <= 0.05.
 
-    Benjamini and Hochberg at 5 %: 0.0187 > 0.05 * 2 / 10, so only the first is significant.
+    Benjamini and Hochberg at 5%: 0.0187 > 0.05 * 2 / 10, so only the first is significant.
     """
     scatter = [-0.01, 0.01, -0.01, 0.01, -0.01, 0.01]
     cases = []
@@ -114,7 +114,7 @@ def test_runs_needed_by_hand(tmp_path: Path) -> None:
     comparison = compared(tmp_path, side, side)
     # t(18) = 2.101: 0.01879 <= 0.0198; n = 9: 0.01999
     assert comparison.cases[0].runs_needed == 10
-    line = "# 10 runs per side narrow the intervals to +-2 % about half of the time, and give a"
+    line = "# 10 runs per side narrow the intervals to +-2% about half of the time, and give a"
     assert f"{line} verdict less often; 30 give one in about 9 of 10 compar" in show(comparison)
     # pairs with ratios that differ as much: t(n - 1) * s / sqrt(n) is 0.0185 for 7, 0.0210 for 6
     (paired,) = compared(tmp_path / "p", [1.0] * 3, side, paired=True).cases
@@ -255,7 +255,7 @@ def test_pytorchs_ddp_benchmark_is_compared_with_ddp_sweep(tmp_path: Path) -> No
     words = ("compare.py", str(old), "--test", str(new))
     write(new, case("1M/2G", key=key | {"dtype": "default"}))
     done = run(*words)
-    assert re.search("2 ranks +300 ms +100 ms", done.stdout), done.stdout + done.stderr
+    assert re.search("2 ranks +300.0 ms +100.0 ms", done.stdout), done.stdout + done.stderr
     assert f"# warning: {old}: PyTorch's script waits for the device in" in done.stdout
     write(new, case("1M/2G", key=key | {"dtype": "fp32"}))
     assert "no case is on both sides" in run(*words).stderr
@@ -273,7 +273,7 @@ def test_no_control_sequence_of_a_report_reaches_the_terminal(tmp_path: Path) ->
 
 
 def test_outlying_runs_are_named(tmp_path: Path) -> None:
-    """Of 12 nights at 100 ms, 2 % apart, two took 150 and 60 ms. At least five runs are needed."""
+    """Of 12 nights at 100 ms, 2% apart, two took 150 and 60 ms. At least five runs are needed."""
     times = [0.1, 0.102, 0.1, 0.098, 0.15, 0.101, 0.1, 0.099, 0.06, 0.1, 0.1, 0.102]
     for number, seconds in enumerate(times):
         write(tmp_path / "nights" / f"{number:02}.jsonl", case("x", [seconds] * 6))

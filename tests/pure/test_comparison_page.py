@@ -22,7 +22,7 @@ from tests.pure.pages import lines_of, page_of, tables_of
 from tests.pure.reports import alike, case, estimate, run, start, write
 from tests.pure.tables import rows_of
 
-COLUMNS = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
+COLUMNS = ["case", "BASE", "TEST", "TEST is", "95% interval", "verdict"]
 NAMES = ("no ddp", "1M/2G", "1M/2G bf16")
 Change = Callable[[int, list[dict[str, Any]]], tuple[list[dict[str, Any]], dict[str, Any]]]
 

@@ -58,7 +58,7 @@ def interleaved(seconds: Sequence[list[float]], **more: Any) -> Case:
 
 
 def test_ratios_to_the_first_setting_by_hand() -> None:
-    """1.12 s / 1 s and 1.12 s / 1.4 s, each with an interval at 97.5 %."""
+    """1.12 s / 1 s and 1.12 s / 1.4 s, each with an interval at 97.5%."""
     case = interleaved([swinging(1.12), [1.0] * 6, [1.4] * 6])
     metrics = case.metrics
     assert ends(metrics["25MB bf16 speed"]) == near(1.12)
@@ -110,7 +110,7 @@ def test_the_fastest_setting_is_significantly_faster_than_all_others() -> None:
 
 
 def test_settings_that_do_not_differ_significantly() -> None:
-    """1.01 times: 0.996 to 1.024 at 97.5 %. At 95 % of a single ratio it would be significant."""
+    """1.01 times: 0.996 to 1.024 at 97.5%. At 95% of a single ratio it would be significant."""
     rows = ddp_sweep.rows_of(interleaved([swinging(1.01), [1.0] * 6, [1.4] * 6]))
     _, *sentences = ddp_sweep.answer(rows)
     assert sentences[0] == (
@@ -152,7 +152,7 @@ def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | Non
 
 
 def test_how_often_a_setting_is_called_the_fastest() -> None:
-    """Simulated with a fixed seed. Of equal settings one is called the fastest in at most 5 % of
+    """Simulated with a fixed seed. Of equal settings one is called the fastest in at most 5% of
     500 runs, plus 2 standard deviations. A setting that is 10 percent faster is nearly always
     found."""
     rng = np.random.default_rng(5)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.report import Case, Estimate, Report, load
+from common.report import Case, Estimate, Report, load, significant
 
 
 def test_arithmetic_of_intervals() -> None:
@@ -41,6 +41,10 @@ def test_values_within_the_interval() -> None:
         (str(Estimate(0.0761, 0.07, 0.0805)), "76.1 ms (70.0 to 80.5)"),
         (str(Estimate(2.5e-6, 2e-6, 3e-6)), "2.50 us (2.00 to 3.00)"),
         (Estimate(1.24, 1.1, 1.39).text("GB/s"), "1.24 GB/s (1.10 to 1.39)"),
+        (Estimate(0.123, 0.1, 0.15).text("%", 100, 0), "12% (10 to 15)"),
+        (Estimate(0.123).text("%", 100), "12.3% (no interval)"),
+        (Estimate(1.123, 1.08, 1.171).as_factor(unit="x slower"), "1.12x slower (1.08 to 1.17)"),
+        (Estimate(1.004, 1.002, 1.006).as_factor(unit="x"), "1.004x (1.002 to 1.006)"),
         (Estimate(0.002, 0.001, 0.0034).part_of(0.0761), "2.0 ms (1.0 to 3.4)"),
         (Estimate(0.002, -0.001, 0.0034).part_of(0.0761), "nothing measurable (-1.0 to 3.4 ms)"),
         (Estimate(0.002).part_of(0.0761), "2.0 ms (no interval)"),
@@ -51,6 +55,21 @@ def test_values_within_the_interval() -> None:
 )
 def test_wording(words: str, expected: str) -> None:
     assert words == expected
+
+
+def test_significant_digits_include_trailing_zeros() -> None:
+    for value, text in (
+        (193, "193.0"),
+        (-28.9, "-28.90"),
+        (0.02, "0.02000"),
+        (9.9996, "10.00"),
+        (1234.4, "1,234"),
+        (12345.6, "12,346"),
+        (0, "0"),
+        (5.2e-5, "5.200e-05"),
+    ):
+        assert significant(value) == text
+    assert [significant(value, 2) for value in (1.5, 2, 10, 120)] == ["1.5", "2.0", "10", "120"]
 
 
 def test_a_report_keeps_an_estimate_at_any_depth(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_copied_run_does_not_count_twice(tmp_path: Path) -> None:
     assert status == 4
     # two runs a side: exp(0.0389 +- 4.303 * 0.0137)
     assert re.search(
-        r"no ddp +1.01 s +1.05 s +1.04x slower +0.97\d+ to 1.10\d+ +undecided", printed
+        r"no ddp +1.010 s +1.050 s +1.04x slower +0.97\d+ to 1.10\d+ +undecided", printed
     )
     assert re.search(r"# warning: left out: a copy of \S+old/00.jsonl: \S+/00.jsonl, \S+", printed)
 
@@ -138,7 +138,7 @@ def test_a_failed_case_does_not_affect_the_other_cases_of_its_run(tmp_path: Path
         write(test / f"{number}.jsonl", case("x", [1.0]), FAILED, status="failed")
     status, printed = gate(str(base), str(test))
     assert status == 1
-    assert re.search(r"^x +1 s +1 s +1.00x +1 to 1 +same$", printed, re.MULTILINE)
+    assert re.search(r"^x +1.000 s +1.000 s +1.00x +1.000 to 1.000 +same$", printed, re.MULTILINE)
     assert re.search(r"^no ddp +- +- +- +- +failed$", printed, re.MULTILINE)
 
 
@@ -149,7 +149,7 @@ def test_an_interval_without_information_is_not_printed(tmp_path: Path) -> None:
     status, printed = gate(base, test)
     assert status == 4
     assert re.search(r"2.94x slower +no interval +undecided", printed)
-    assert "more than 100 runs per side would be needed for +-2 %; look for the cause" in printed
+    assert "more than 100 runs per side would be needed for +-2%; look for the cause" in printed
     assert "about half of the time" not in printed
 
 
@@ -180,7 +180,7 @@ def test_two_quiet_runs_a_side_are_enough(tmp_path: Path) -> None:
             write(tmp_path / side / f"{number}.jsonl", case("x", [seconds]), others=others)
     status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
     assert status == 1
-    assert re.search(r"^x +1 s +1.2 s +1.20x slower .* slower$", printed, re.MULTILINE)
+    assert re.search(r"^x +1.000 s +1.200 s +1.20x slower .* slower$", printed, re.MULTILINE)
 
 
 def test_an_effect_too_large_for_load_is_reported(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_the_workflow_in_a_scratch_repository(
     assert len(tables) == len(noise)
     assert tables[-1].endswith(f"# --fail-on slower: {verdict}\n")
     for table, runs in zip(tables, (6, 12), strict=False):
-        sides = f": {runs} of BASE, {runs} of TEST; margin 5 %"
+        sides = f": {runs} of BASE, {runs} of TEST; margin 5%"
         assert f"{sides}; unit of observation: the pair of runs" in table
         folder = github.temp / "speed" / str(runs)
         assert len(list(folder.glob("a/*.jsonl"))) == len(list(folder.glob("b/*.jsonl"))) == runs
@@ -342,7 +342,7 @@ def test_the_stored_baseline(tmp_path: Path, seconds: str, status: int, verdict:
         assert bash(tmp_path, script, tmp_path, **variables) == (0, "")
     done, printed = bash(tmp_path, compare, tmp_path)
     assert (done, printed.splitlines()[-1]) == (status, f"# --fail-on slower,faster: {verdict}")
-    assert ": 6 of BASE, 3 of TEST; margin 5 %" in printed
+    assert ": 6 of BASE, 3 of TEST; margin 5%" in printed
 
 
 def test_the_exit_statuses_of_the_page() -> None:

@@ -42,7 +42,7 @@ def words_of(page: str) -> str:
 
 
 def a_day_later(report: str) -> str:
-    """The report of another run, whose steps took 10 % longer."""
+    """The report of another run, whose steps took 10% longer."""
     lines = [json.loads(line) for line in report.replace("2026-11-25T", "2026-11-26T").splitlines()]
     for case in lines[1:-1]:
         rows = case["samples_s"]["step"]

@@ -34,8 +34,8 @@ def test_which_intervals_are_mentioned() -> None:
     assert said(full, case(samples_per_s=1.0)) == []
     lines = said(full, case("a", step_s=NONE, exposed_s=SURE), case("b", step_s=WIDE))
     assert lines[:2] == [
-        "95 % interval missing (-) in 1 of 3 cases: step (a)",
-        "95 % interval wider than +-10% in 1 of 3 cases: step (b)",
+        "95% interval missing (-) in 1 of 3 cases: step (a)",
+        "95% interval wider than +-10% in 1 of 3 cases: step (b)",
     ]
 
 
@@ -44,16 +44,16 @@ def test_each_number_is_named_with_its_cases() -> None:
     a row of the same name, the first word of the title is added."""
     cases = [case("a", step_s=NONE, late_s=SURE), case("b", step_s=WIDE, late_s=NONE)]
     assert said(*cases)[:2] == [
-        "95 % interval missing (-) in 2 of 2 cases: step (a); late (b)",
-        "95 % interval wider than +-10% in 1 of 2 cases: step (b)",
+        "95% interval missing (-) in 2 of 2 cases: step (a); late (b)",
+        "95% interval wider than +-10% in 1 of 2 cases: step (b)",
     ]
     cases = [case(f"c{number}", step_s=NONE) for number in range(5)]
     listed = "step (c0, c1, c2 and 2 more)"
-    assert said(*cases)[0] == f"95 % interval missing (-) in 5 of 5 cases: {listed}"
+    assert said(*cases)[0] == f"95% interval missing (-) in 5 of 5 cases: {listed}"
     for one, model in zip(cases, ("x, fp32", "y, fp32"), strict=False):
         one.name, one.table = "ddp", model
     listed = "step (ddp of x, ddp of y)"
-    assert said(*cases[:2])[0] == f"95 % interval missing (-) in 2 of 2 cases: {listed}"
+    assert said(*cases[:2])[0] == f"95% interval missing (-) in 2 of 2 cases: {listed}"
 
 
 OTHERS = "other processes used 1.0 of 2 cores of vm"

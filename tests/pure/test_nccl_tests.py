@@ -143,7 +143,7 @@ def test_a_log_is_compared_with_a_report_of_collectives(tmp_path: Path) -> None:
     done = run("compare.py", str(theirs), "--test", ours)
     assert "2.00x slower" in done.stdout, done.stderr
     done = run("compare.py", ours, "--test", str(theirs), "--measure", "in_place_time_s")
-    assert re.search(r"1K +12 us +12 us +1.00x", done.stdout), done.stdout
+    assert re.search(r"1K +12.00 us +12.00 us +1.00x", done.stdout), done.stdout
 
 
 def test_json_of_rccl_tests(tmp_path: Path) -> None:

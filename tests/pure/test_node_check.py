@@ -125,7 +125,7 @@ def test_an_all_reduce_that_its_links_do_not_explain() -> None:
     [(found, slowness)] = below_links(rows, measured, of_rails).items()
     assert (found[0].name(), found[1]) == ("rail 0", "all reduce between")
     assert slowness.factor == pytest.approx(20)
-    assert slowness.description == "0.1 GB/s, but its slowest link sustains 2 GB/s"
+    assert slowness.description == "0.100 GB/s, but its slowest link sustains 2.00 GB/s"
     assert below_links(rows, measured[2:], of_rails) == {}  # its links were not measured
     assert below_links(rows[:2], measured, of_rails._replace(cpu=False)) != {}
 
@@ -286,7 +286,7 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
         bind.assert_called_once_with(0, cores)
 
 
-@pytest.mark.parametrize("name", ["CPU, quiet", "CPU, 30 %", "GPU", "links, CPU", "links, GPU"])
+@pytest.mark.parametrize("name", ["CPU, quiet", "CPU, 30%", "GPU", "links, CPU", "links, GPU"])
 def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
     """The limits are wide. docs/node_check.md has the rates of more runs."""
     condition = simulation.CONDITIONS[name]

@@ -21,7 +21,7 @@ def test_outliers() -> None:
 
 def test_the_scatter_has_a_floor() -> None:
     """Two of three costs are equal by chance: with their deviation of 0.001, 1.2 is 135 sigmas off.
-    If costs are known to 10 %, it is 2 sigmas: (1.2 - 1.001) / 0.1001."""
+    If costs are known to 10%, it is 2 sigmas: (1.2 - 1.001) / 0.1001."""
     costs = {0: 1.0, 1: 1.001, 2: 1.2}
     assert outliers(costs, 5)[2][1] > 100
     assert outliers(costs, 5, noise=0.1) == {}

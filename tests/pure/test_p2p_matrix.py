@@ -45,7 +45,7 @@ def test_matrices_and_many_links() -> None:
     rows = [met(0, 1, 20, 1.0, 0.025), met(0, 2, 20, 1.0, 134.0)]
     ranks = names_of(40)["rank"]
     *_, spread = p2p_matrix.tables(rows, ranks[:3], "rank", 80).split("\n\n")
-    cells = [["0", "-", "2.5", ">100"], ["1", "2.5", "-", "-"], ["2", ">100", "-", "-"]]
+    cells = [["0", "-", "2.500", ">100"], ["1", "2.500", "-", "-"], ["2", ">100", "-", "-"]]
     assert [line.split() for line in spread.splitlines()[1:]] == cells
     assert ["worst" in p2p_matrix.tables(rows, ranks[:n], "rank", 80) for n in (7, 8)] == [
         False,
@@ -54,7 +54,7 @@ def test_matrices_and_many_links() -> None:
     pairs = itertools.combinations(range(40), 2)
     many = [met(a, b, 30 if (a, b) == (2, 5) else 10, 5) for a, b in pairs]
     _, latency, *_ = p2p_matrix.tables(many, ranks, "rank", None).split("\n\n")
-    worst = "  rank 2 on vm -> rank 5 on vm  30"
+    worst = "  rank 2 on vm -> rank 5 on vm  30.00"
     assert latency.splitlines()[:2] == ["worst 20 of 780 links:", worst]
 
 
@@ -77,9 +77,9 @@ def test_answer() -> None:
     where = ([0] * 4, "rank", 5.0, names_of(4))
     assert p2p_matrix.answer(alike, *where) == [
         "no link, rank or node is significantly slower than its peers",
-        "latency 20 to 22 us, bandwidth 1 to 1.1 GB/s "
+        "latency 20.00 to 22.00 us, bandwidth 1.000 to 1.100 GB/s "
         "(uncertainty of a link: median +-10.0%, maximum +-20.0%)",
-        "all 4 ranks sustain 1 GB/s",
+        "all 4 ranks sustain 1.000 GB/s",
     ]
     alike[-1] = met(1, 2, 60, 1.0, None)
     first, last, _ = p2p_matrix.answer(alike, *where)
@@ -115,7 +115,7 @@ def test_an_unknown_load_is_mentioned() -> None:
 
 def test_the_scatter_of_three_links_has_a_floor() -> None:
     """Two links are equal by chance. The third takes 1.3 times as long, but the median sample of a
-    link is known only to 40 %, so it is not named."""
+    link is known only to 40%, so it is not named."""
     rows = [met(0, 1, 20, 1.0, 0.4), met(0, 2, 20.02, 1.0, 0.4), met(1, 2, 26, 1.0, 0.4)]
     first, *_ = p2p_matrix.answer(rows, [0] * 3, "rank", 5.0, names_of(3))
     assert first == "no link, rank or node is significantly slower than its peers"
@@ -136,19 +136,23 @@ WITHIN = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}  # the first one is within 
         (
             SLOW,
             range(8),
-            "without node3, node5: 6 nodes sustain 380 GB/s, all 8 nodes sustain 50 GB/s",
+            "without node3, node5: 6 nodes sustain 380.0 GB/s, all 8 nodes sustain 50.00 GB/s",
         ),
         (
             SLOW,
             range(14),
-            "without node3, node5: 12 nodes sustain 380 GB/s, all 14 nodes sustain 50 GB/s",
+            "without node3, node5: 12 nodes sustain 380.0 GB/s, all 14 nodes sustain 50.00 GB/s",
         ),
-        (SHARED, range(8), "without node2: 7 nodes sustain 380 GB/s, all 8 nodes sustain 94 GB/s"),
-        ({(1, 2): 350.0}, range(8), "all 8 nodes sustain 350 GB/s"),  # 380 / 1.1 is 345
+        (
+            SHARED,
+            range(8),
+            "without node2: 7 nodes sustain 380.0 GB/s, all 8 nodes sustain 94.00 GB/s",
+        ),
+        ({(1, 2): 350.0}, range(8), "all 8 nodes sustain 350.0 GB/s"),  # 380 / 1.1 is 345
         (
             WITHIN,
             [0, 0, 1, 1, 2, 2],
-            "without node2: 2 nodes sustain 380 GB/s, all 3 nodes sustain 100 GB/s",
+            "without node2: 2 nodes sustain 380.0 GB/s, all 3 nodes sustain 100.0 GB/s",
         ),
     ],
 )

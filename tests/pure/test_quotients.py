@@ -48,21 +48,43 @@ def test_numbers_that_do_not_agree_are_found(right: str, wrong: str, said: str) 
 @pytest.mark.parametrize(
     ("script", "line", "is_right"),
     [
-        ("p2p_matrix", "latency 2.93x the median time (60 us against 20.5 us), 9 sigmas", True),
-        ("p2p_matrix", "latency 2.93x the median time (60 us against 21.5 us), 9 sigmas", False),
-        ("p2p_matrix", "bandwidth 4.00x the time of the other (95 GB/s against 380 GB/s)", True),
-        ("p2p_matrix", "bandwidth 4.00x the time of the other (380 GB/s against 95 GB/s)", False),
+        ("p2p_matrix", "latency 2.93x the median time (60.00 us against 20.50 us), 9 sigmas", True),
+        (
+            "p2p_matrix",
+            "latency 2.93x the median time (60.00 us against 21.50 us), 9 sigmas",
+            False,
+        ),
+        (
+            "p2p_matrix",
+            "bandwidth 4.00x the time of the other (95.00 GB/s against 380.0 GB/s)",
+            True,
+        ),
+        (
+            "p2p_matrix",
+            "bandwidth 4.00x the time of the other (380.0 GB/s against 95.00 GB/s)",
+            False,
+        ),
         ("p2p_matrix", "latency 2.93x the median time, 9 sigmas", False),
         (
             "replay",
-            "the communication of a step takes 5.09 ms (4 to 6) back to back, 31 % (26 to 39) of "
+            "the communication of a step takes 5.09 ms (4 to 6) back to back, 31% (26 to 39) of "
             "the job's step of 16.3 ms",
             True,
         ),
         (
             "replay",
-            "the communication of a step takes 5.09 ms (4 to 6) back to back, 33 % (26 to 39) of "
+            "the communication of a step takes 5.09 ms (4 to 6) back to back, 33% (26 to 39) of "
             "the job's step of 16.3 ms",
+            False,
+        ),
+        (
+            "parallel_sweep",
+            "busy for 20.9 ms (20 to 21) of a step's 30.7 ms, and is idle for 32% (25 to 38) of it",
+            True,
+        ),
+        (
+            "parallel_sweep",
+            "busy for 20.9 ms (20 to 21) of a step's 30.7 ms, and is idle for 33% (25 to 38) of it",
             False,
         ),
         ("traffic", "dp8, rank 0: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G)", True),

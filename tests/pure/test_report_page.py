@@ -14,7 +14,7 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from analysis.figures import draw, outlines
+from analysis.figures import draw, outlines, without_zeros
 from analysis.load import load
 from analysis.report import Section, sections_of
 from tests.pure.reports import ROOT, case, estimate, run, write
@@ -130,7 +130,7 @@ def test_bars_begin_at_0_have_whiskers_and_short_names(tmp_path: Path) -> None:
     ends = [[round(x) for x, _ in pair] for pair in whiskers(figures[0])]
     assert ends == [[10, 40]] * 2 + [[-20, 10]] * 2  # ms
     assert ax.get_xlim()[0] == 0
-    assert "95 % intervals" in ax.get_xlabel()
+    assert "95% intervals" in ax.get_xlabel()
 
 
 def test_an_unknown_script(tmp_path: Path) -> None:
@@ -150,15 +150,21 @@ def test_an_unknown_script(tmp_path: Path) -> None:
     # a metric of its step
     assert rows_of(section) == [
         ["case", "step (ms)", "alone (ms)", "step p90 (ms)"],
-        ["x", "200 (100 to 300)", "100", "-"],
-        ["y", "-", "-", "400"],
+        ["x", "200 (100 to 300)", "100.0", "-"],
+        ["y", "-", "-", "400.0"],
         ["dp8 (failed)", "-", "-", "-"],
     ]
     cells = dict(rows_of(section, 1))
-    assert (cells["heat (GiB)"], cells["queue (ms)"]) == ("1.5", "250")
+    assert (cells["heat (GiB)"], cells["queue (ms)"]) == ("1.500", "250.0")
     assert (cells["moved bytes"], cells["note"], cells[""]) == ("4K", "warm", "z")
     assert rows_of(summary)[1][3] == "3 passed, 1 failed"
     assert rows_of(summary, 1)[1] == ["a", "dp8", "failed: no memory"]
+
+
+def test_labels_of_axes_have_no_trailing_zeros() -> None:
+    given = ["50.00 ms", "12.50 ms", "193.0 us", "1,500", "0", "0.0002000", "2.000e-05"]
+    wanted = ["50 ms", "12.5 ms", "193 us", "1,500", "0", "0.0002", "2e-05"]
+    assert [without_zeros(text) for text in given] == wanted
 
 
 def test_units_avoid_exponents(tmp_path: Path) -> None:
@@ -179,11 +185,11 @@ def test_units_avoid_exponents(tmp_path: Path) -> None:
         "step (ms)": ["100 (no interval)"] * 2,
         "in place busbw": ["12.2 kB/s (6.1 to 24.4)", "5.5 GB/s (2.8 to 11.0)"],
         "efficiency (%)": ["50.0 (no interval)"] * 2,
-        "cost (%)": ["0.0633"] * 2,
+        "cost (%)": ["0.06330"] * 2,
         "tokens/s per rank": ["3.00 (2.00 to 4.00)"] * 2,
-        "MB/s": ["12.22 kB/s", "5.5 GB/s"],
+        "MB/s": ["12.22 kB/s", "5.500 GB/s"],
         "messages/s": ["12,346"] * 2,
-        "copy Gbytes/s": ["25"] * 2,
+        "copy Gbytes/s": ["25.00"] * 2,
     }
 
 

@@ -36,13 +36,13 @@ def test_equal_programs_under_load_are_not_called_different(how: Any) -> None:
 
 
 def test_steady_load_and_pairs() -> None:
-    condition = "30 % of the cores"
+    condition = "30% of the cores"
     assert under_load(by_ab, condition, 0.1, 6)[2] == 1
     assert under_load(by_compare, condition, 0.1, 6)[1] == 1
 
 
 def test_bound_of_wrong_verdicts() -> None:
-    assert upper_bound(0, 100) == pytest.approx(1 - 0.05**0.01)  # 1 - p^n = 95 %
+    assert upper_bound(0, 100) == pytest.approx(1 - 0.05**0.01)  # 1 - p^n = 95%
     assert upper_bound(3, 3) == 1
 
 

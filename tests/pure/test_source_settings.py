@@ -49,7 +49,7 @@ def test_backends_of_parameter_server(flags: str, backend: str) -> None:
 
 
 def test_data_of_parameter_server() -> None:
-    """20 % of 10 rows are never looked up by any trainer. Classes are those of the last layer."""
+    """20% of 10 rows are never looked up by any trainer. Classes are those of the last layer."""
     key = {"cuda_seed": 0, "num_embeddings": 10, "sparsity_percentage": 20, "batch_size": 50}
     key |= {"sample_length": 7, "sample_count": 200, "ranks": 2, "dense_size": 4}
     looked_up: set[int] = set()

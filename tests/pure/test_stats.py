@@ -50,7 +50,7 @@ def test_different_levels_of_batches_widen_the_interval() -> None:
 
 
 TENTH = 0.1 * 6**0.5 / 5**0.5  # the standard deviation of 0.1, -0.1, 0.1, ..., 6 values
-HALF = 2.5706 * TENTH / 6**0.5  # t(5) at 97.5 %; half an interval of logarithms: 0.11496
+HALF = 2.5706 * TENTH / 6**0.5  # t(5) at 97.5%; half an interval of logarithms: 0.11496
 
 
 def swinging(value: float) -> list[float]:

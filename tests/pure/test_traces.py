@@ -265,8 +265,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first_is_long", [True, False])
 def test_a_first_call_that_dominates_is_named(tmp_path: Path, first_is_long: bool) -> None:
     """Four steps of 1 ms of computing and 0.5 ms of all-reduce. The first call takes 99 ms longer:
-    99.5 of 101 ms are 98.51 %. Without these 99.5 ms the steps take (1 + 0) + 3 * 1.5 ms in all,
-    1.375 ms on average, of which 3 * 0.5 / 4 ms or 27.3 % are exposed. A long call in a later step
+    99.5 of 101 ms are 98.51%. Without these 99.5 ms the steps take (1 + 0) + 3 * 1.5 ms in all,
+    1.375 ms on average, of which 3 * 0.5 / 4 ms or 27.3% are exposed. A long call in a later step
     is not start-up, and is visible in the row of that step."""
     events, start = [], 0.0
     for number in range(4):

@@ -170,7 +170,7 @@ def test_a_weight_is_split_as_by_torch(count: int) -> None:
 # -- times -----------------------------------------------------------------------------------------
 
 Times = dict[tuple[str, Layout, str], dict[int, Estimate]]
-MEASURED = {  # seconds by size: 1 ms plus 1 us per byte, +-10 %
+MEASURED = {  # seconds by size: 1 ms plus 1 us per byte, +-10%
     size: Estimate(1e-3 + size * 1e-6, 0.9 * (1e-3 + size * 1e-6), 1.1 * (1e-3 + size * 1e-6))
     for size in (1000, 3000, 9000)
 }

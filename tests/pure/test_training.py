@@ -23,11 +23,11 @@ ONES = [1.0] * 40
     ("samples", "expected"),
     [
         ([ONES, ONES, [1.5] * 40, ONES], (2, 1.5)),
-        ([ONES, ONES, [1.03] * 40, ONES], None),  # within the margin of 5 %
+        ([ONES, ONES, [1.03] * 40, ONES], None),  # within the margin of 5%
         # one fast rank of three does not make another slow: the upper median of the others counts
         ([[0.5] * 40, ONES, [1.01] * 40], None),
         ([[3.0] * 40, ONES, [2.0] * 40], (0, 1.5)),  # 3 over 2, not over 1.5
-        # 10 or 11 % slower in the median, but not significantly above the margin
+        # 10 or 11% slower in the median, but not significantly above the margin
         ([ONES, [1.0, 1.2] * 20], None),
         ([ONES, [1.02, 1.2] * 20], None),
         ([[1.0, 9.0]], None),
