@@ -396,6 +396,8 @@ def problems(script: str, out: str) -> list[str]:
 
     A terminal may lack the last columns. Columns that follow from those are not checked.
     """
+    if script not in CHECKS or script not in MEASURED:
+        return [f"expected an entry for {script} in CHECKS and in MEASURED of tests/quotients.py"]
     out = out.replace("\r\n", "\n")  # from a terminal
     known = {*MARKS, *(" ".join(head.split()) for head in MEASURED[script].split(";"))}
     if script == "traffic":

@@ -28,6 +28,11 @@ def test_numbers_that_agree_are_no_problem() -> None:
     assert problems("compile_sweep", COMPILED) == []
 
 
+def test_a_script_without_entries_is_named() -> None:
+    expected = "expected an entry for x in CHECKS and in MEASURED of tests/quotients.py"
+    assert problems("x", COMPILED) == [expected]
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
