@@ -30,7 +30,7 @@ script ends when one command is left, when the others are the same within --marg
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
     python analysis/ab.py --out buckets --ignore-key bucket_size_mb \\
-        --a 25MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
+        --a 25MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 25' \\
         --b 1MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 1' \\
             5MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 5'
     python analysis/ab.py --out compiled --skip 10 --step 'step took ([\\d.]+) ms' \\

@@ -560,5 +560,5 @@ def key_of_ddp_sweep(case: Case) -> dict[str, Any]:
     ours |= PYTORCH_KEY | {"backend": case.key["distributed_backend"]}
     if not case.key["ddp"]:
         return ours | {"bucket_size_mb": None, "comm_hook": None}
-    size = case.key["bucket_size"]  # an integer in MB, where ddp_sweep.py writes a float
+    size = case.key["bucket_size"]  # an integer in MiB, where ddp_sweep.py writes a float
     return ours | {"bucket_size_mb": float(size) if is_number(size) else size, "comm_hook": "none"}

@@ -103,14 +103,16 @@ def show_time(seconds: float) -> str:
 
 
 def show_value(name: str, value: Any) -> str:
-    """Format an entry of a key: `dtype fp32`, `bucket size 25 MB`, `ddp: no`."""
+    """Format an entry of a key: `dtype fp32`, `bucket size 25 MiB`, `ddp: no`."""
     words = name.replace("_", " ")
     if value is None or isinstance(value, bool):
         return f"{words}: {'none' if value is None else 'yes' if value else 'no'}"
     if is_number(value) and name.endswith("_bytes"):
         return f"{words.removesuffix(' bytes')} {show_size(value)}"
+    in_mib = name.endswith("_mb")  # as in DDP's bucket_cap_mb
+    words = words.removesuffix(" mb")
     if is_number(value):
-        return f"{words.removesuffix(' mb')} {value:.10g}{' MB' if name.endswith('_mb') else ''}"
+        return f"{words} {value:.10g}{' MiB' if in_mib else ''}"
     return f"{words} {value}"
 
 

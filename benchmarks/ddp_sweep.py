@@ -87,9 +87,18 @@ from common.timing import Workload
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # quick on a laptop, with small images
+DEFAULT = "default"  # bucket size: DDP chooses, because it is not given a bucket_cap_mb
 DDP_OPTIONS = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 # DDP rebuilds its buckets in the second or third step; the log of a later step has their sizes
 SETTLING_STEPS = 4
+
+# an entry of --bucket-size: MiB, or DEFAULT
+bucket_size = cli.checked(
+    lambda text: text if text == DEFAULT else float(text),
+    lambda size: size == DEFAULT or 0 < size < math.inf,
+    "a number of MiB above 0, or default",
+    "e.g. 25",
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -110,8 +119,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = "numbers of ranks to measure; `nodes` means 1, 2, 3, ... whole nodes (default: 1, 2, "
     sizes += "4, ... ranks of a node, then 1, 2, 4, ... nodes, then all ranks)"
     add("--world-sizes", type=list_of(ranks_or_nodes), metavar="N", help=sizes)
-    cap = "bucket_cap_mb of DDP (default: 25)"
-    add("--bucket-size", type=list_of(cli.positive_float), default=[25.0], metavar="MB", help=cap)
+    cap = "bucket_cap_mb of DDP in MiB, or `default` for DDP's own buckets of 25 MiB, of which the "
+    cap += "first has 1 MiB (default: default)"
+    add("--bucket-size", type=list_of(bucket_size), default=[DEFAULT], metavar="MIB", help=cap)
     hooks = f"DDP communication hooks: {', '.join(HOOKS)} (default: none, DDP's own all-reduce)"
     add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
     dtypes = list_of(str, (*PRECISION, "bf16"))
@@ -157,20 +167,36 @@ def ranks_or_nodes(text: str) -> int | str:
 
 
 class Setting(NamedTuple):
-    """How DDP averages gradients: its `bucket_cap_mb`, and the name of a hook in HOOKS."""
+    """How DDP averages gradients: its `bucket_cap_mb`, and the name of a hook in HOOKS.
 
-    bucket_mb: float
+    bucket_mb: in MiB, or `default` if the argument is not passed.
+    """
+
+    bucket_mb: float | str
     hook: str
 
     @property
     def label(self) -> str:
-        """`25MB bf16`: in keys, rows and names of metrics."""
-        return f"{self.bucket_mb:.15g}MB {self.hook}"
+        """`25MB bf16` or `default bf16`: in keys, rows and names of metrics."""
+        return f"{show_bucket_size(self.bucket_mb, 'MB')} {self.hook}"
 
     @property
     def text(self) -> str:
-        """`25 MB with bf16`: in sentences."""
-        return f"{self.bucket_mb:.15g} MB" + (f" with {self.hook}" if self.hook != "none" else "")
+        """`25 MiB with bf16` or `default buckets with bf16`: in sentences."""
+        if self.bucket_mb == DEFAULT:
+            size = "default buckets"
+        else:
+            size = show_bucket_size(self.bucket_mb, " MiB")
+        return size + (f" with {self.hook}" if self.hook != "none" else "")
+
+    @property
+    def buckets(self) -> str:
+        """`buckets of 25 MiB with bf16` or `DDP's default buckets with bf16`: in sentences."""
+        return f"DDP's {self.text}" if self.bucket_mb == DEFAULT else f"buckets of {self.text}"
+
+
+def show_bucket_size(bucket_mb: float | str, unit: str) -> str:
+    return bucket_mb if isinstance(bucket_mb, str) else f"{bucket_mb:.15g}{unit}"
 
 
 def all_settings(args: argparse.Namespace) -> list[Setting]:
@@ -185,7 +211,7 @@ def settings_of(key: Key) -> list[Setting]:
     if "settings" not in key:
         return [Setting(key["bucket_size_mb"], key["comm_hook"])]
     labels = [label.split() for label in key["settings"].split(", ")]
-    return [Setting(float(size.removesuffix("MB")), hook) for size, hook in labels]
+    return [Setting(bucket_size(size.removesuffix("MB")), hook) for size, hook in labels]
 
 
 # -- the workload: plain torch ---------------------------------------------------------------------
@@ -256,11 +282,12 @@ def make_batch(samples: int, pixels: int, device: torch.device) -> Batch:
 
 
 def wrap(
-    model: nn.Module, group: dist.ProcessGroup, bucket_mb: float, hook: str, **options: bool
+    model: nn.Module, group: dist.ProcessGroup, bucket_mb: float | None, hook: str, **options: bool
 ) -> DistributedDataParallel:
     """Wrap the model in DDP, which then communicates gradients, but no buffers.
 
-    options: further arguments of DDP.
+    bucket_mb: DDP's bucket_cap_mb, in MiB; None for its default, 25 MiB and 1 MiB for the first
+    bucket. options: further arguments of DDP.
     """
     sync_buffers = "forward_sync_buffers"  # older versions of torch have broadcast_buffers instead
     if sync_buffers not in inspect.signature(DistributedDataParallel).parameters:
@@ -341,7 +368,8 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
         batch = make_batch(key["batch_size"], key["image_size"], job.device)
     if setting:
         options = {name: key[name] for name in DDP_OPTIONS}
-        model = wrap(model, group.workload, setting.bucket_mb, setting.hook, **options)
+        bucket_mb = None if isinstance(setting.bucket_mb, str) else setting.bucket_mb
+        model = wrap(model, group.workload, bucket_mb, setting.hook, **options)
         refuse_deadlock(model, setting, dist.get_backend(group.workload))
     optimizer = make_optimizer(model.parameters())
     make_step = partial(
@@ -428,10 +456,11 @@ def refuse_deadlock(model: nn.Module, setting: Setting, backend: str) -> None:
     """
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     can_hang = setting.hook == "powersgd" and backend == "gloo"
-    if can_hang and size > setting.bucket_mb * 2**20:
+    first_mb = 1.0 if isinstance(setting.bucket_mb, str) else setting.bucket_mb
+    if can_hang and size > first_mb * 2**20:
         raise ValueError(
             f"the powersgd hook hangs over gloo with several buckets, and the gradients take "
-            f"{size / 2**20:.3g} MB; try --bucket-size {size // 2**20 + 1}"
+            f"{size / 2**20:.3g} MiB; try --bucket-size {size // 2**20 + 1}"
         )
 
 
@@ -642,7 +671,7 @@ def scaling(case: Case) -> str:
     """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one rank alone; DDP adds
     16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`."""
     metrics, ranks = case.metrics, len(case.ranks)
-    of = f"{model_of(case)}, buckets of {setting_of(case).text}"
+    of = f"{model_of(case)}, {setting_of(case).buckets}"
     step, on_ranks = metrics["step_s"], f"{of}: DDP on {count_of(ranks, 'rank')}"
     sentence, possible = f"{on_ranks} takes {step} per step", True
     if "efficiency" in metrics:
@@ -712,7 +741,7 @@ def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace,
         parts.append(f"{args.image_size} px")
     parts.append(name_precision(dtype, job.device))
     if len(args.bucket_size) == 1:
-        parts.append(f"buckets of {args.bucket_size[0]:g} MB")
+        parts.append(Setting(args.bucket_size[0], "none").buckets)
     if len(args.comm_hook) == 1 and args.comm_hook != ["none"]:
         parts.append(f"hook {args.comm_hook[0]}")
     if args.accumulate > 1:
@@ -744,7 +773,8 @@ def plan(
                 cases.append((name, ranks, ddp))
                 continue
             for bucket_mb, hook in settings:
-                label = f" {bucket_mb:g}MB" if len(args.bucket_size) > 1 else ""
+                size_label = show_bucket_size(bucket_mb, "MB")
+                label = f" {size_label}" if len(args.bucket_size) > 1 else ""
                 label += f" {hook}" if len(args.comm_hook) > 1 else ""
                 setting = {"bucket_size_mb": bucket_mb, "comm_hook": hook}
                 cases.append((name + label, ranks, ddp | setting))

@@ -117,7 +117,11 @@ SETTINGS = {  # by flag: type, default, help
     "sample_length": (COUNT, PerDevice(1024, 16), "rows looked up per sample"),
     "sparsity_percentage": (PERCENTAGE, 20, "percentage of rows that are never looked up"),
     "batch_size": (COUNT, PerDevice(32, 8), "samples per trainer and step"),
-    "bucket_size": (number(float, 0, above=True), PerDevice(25, 0.25), "bucket_cap_mb of DDP"),
+    "bucket_size": (
+        number(float, 0, above=True),
+        PerDevice(25, 0.25),
+        "bucket_cap_mb of DDP, in MiB",
+    ),
     "torch_seed": (SEED, 0, "seed of the model, and of the data of CPU trainers"),
     "cuda_seed": (SEED, 0, "seed of the data of CUDA trainers"),
 }
@@ -608,7 +612,7 @@ def title_of(args: argparse.Namespace, roles: Roles, steps: int) -> str:
     rows = f"{args.sample_length} rows per sample, {args.sparsity_percentage}% never looked up"
     dense = f"{args.dense_layers} dense layers of {args.dense_size}"
     title = f"{roles}, {len(roles.cuda)} of them on CUDA; {epoch}\n"
-    return title + f"{table}, {rows}; {dense}; buckets of {args.bucket_size:g} MB"
+    return title + f"{table}, {rows}; {dense}; buckets of {args.bucket_size:g} MiB"
 
 
 # -- the cases -------------------------------------------------------------------------------------

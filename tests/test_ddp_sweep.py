@@ -244,9 +244,9 @@ def test_interleaved_settings(bench: Callable[..., Any]) -> None:
     assert "alone" not in run.out.split("Percentiles and rates: ")[0].split("vs")[1]
     said = run.report.end["answer"]
     begin = "tests.own_models:gpt, torch's default precision"
-    assert said[0].startswith(f"{begin}, buckets of 25 MB: DDP on 2 ranks ")
+    assert said[0].startswith(f"{begin}, buckets of 25 MiB: DDP on 2 ranks ")
     for sentence, setting in zip(
-        said[1:4], ("25 MB with bf16", "0.001 MB", "0.001 MB with bf16"), strict=True
+        said[1:4], ("25 MiB with bf16", "0.001 MiB", "0.001 MiB with bf16"), strict=True
     ):
         assert sentence.startswith(f"{begin}, 2 ranks: {setting} ")
     assert "the fastest" in said[4]
@@ -277,12 +277,12 @@ def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
     assert list(one.samples_s) == ["step", "local compute", "no ddp"]
     assert "overlap" not in one.metrics
     assert several.check.startswith("failed: ValueError: the powersgd hook hangs over gloo with ")
-    assert "take 0.0146 MB; try --bucket-size 1" in several.check
+    assert "take 0.0146 MiB; try --bucket-size 1" in several.check
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("hooks", "setting"), [(("bf16",), ""), (("none,bf16", "--interleave"), "25MB bf16: ")]
+    ("hooks", "setting"), [(("bf16",), ""), (("none,bf16", "--interleave"), "default bf16: ")]
 )
 def test_a_hook_that_stops_averaging_is_found(
     bench: Callable[..., Any], hooks: tuple[str, ...], setting: str
@@ -311,13 +311,13 @@ def test_the_answer() -> None:
     """2 * 0.625 = 1.25 times as fast."""
     exposed = Estimate(0.0162, 0.011, 0.022)
     assert answer_of(Estimate(0.625, 0.6, 0.7), exposed) == (
-        "m, fp32, buckets of 25 MB: DDP on 2 ranks trains 1.25 times (1.20 to 1.40) as fast as one "
-        "rank alone; DDP adds 16.2 ms (11.0 to 22.0) to a step, which takes 80.0 ms"
+        "m, fp32, buckets of 25 MiB: DDP on 2 ranks trains 1.25 times (1.20 to 1.40) as fast as "
+        "one rank alone; DDP adds 16.2 ms (11.0 to 22.0) to a step, which takes 80.0 ms"
     )
     assert answer_of(Estimate(0.55, 0.45, 0.7), Estimate(0.01)) == (
-        "m, fp32, buckets of 25 MB: DDP on 2 ranks and one rank alone do not differ significantly: "
-        "1.10 times (0.90 to 1.40) as fast; DDP adds 10.0 ms (no interval) to a step, which takes "
-        "80.0 ms"
+        "m, fp32, buckets of 25 MiB: DDP on 2 ranks and one rank alone do not differ "
+        "significantly: 1.10 times (0.90 to 1.40) as fast; DDP adds 10.0 ms (no interval) to a "
+        "step, which takes 80.0 ms"
     )
     # more than twice as fast, or exposed longer than the step
     assert isinstance(answer_of(Estimate(1.2, 1.1, 1.3), exposed), Implausible)

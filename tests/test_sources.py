@@ -95,7 +95,7 @@ def test_ddp_sweep(shown: Callable[..., str]) -> None:
     small = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
     out = shown("ddp_sweep", *small, "--bucket-size", "3", "--iters", "2", ranks=2)
     assert re.search(PREAMBLE, out, re.MULTILINE)
-    assert "buckets of 3 MB" in out
+    assert "buckets of 3 MiB" in out
     seconds, rates = ([f"{p} {unit}" for p in PERCENTILES] for unit in ("sec/iter", "ex/sec/dev"))
     rows = table(out, *seconds, *rates)
     assert [row[""][:2] for row in rows] == ["no", "1M", "1M"]

@@ -100,12 +100,12 @@ def test_the_rows_of_an_interleaved_case() -> None:
 def test_the_fastest_setting_is_significantly_faster_than_all_others() -> None:
     rows = ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6, [1.4] * 6]))
     first, *sentences = ddp_sweep.answer(rows)
-    assert first.startswith(f"{BEGIN}, buckets of 25 MB: DDP on 2 ranks trains 1.61 times (")
+    assert first.startswith(f"{BEGIN}, buckets of 25 MiB: DDP on 2 ranks trains 1.61 times (")
     assert sentences == [
-        f"{BEGIN}, 2 ranks: 25 MB with bf16 is 1.12 times (1.10 to 1.14) as fast as 25 MB",
-        f"{BEGIN}, 2 ranks: 1 MB is 0.80 times (0.79 to 0.81) as fast as 25 MB",
-        f"{BEGIN}, 2 ranks: 25 MB with bf16 is the fastest of 3 settings, 1.12 times (1.10 to "
-        "1.14) as fast as 25 MB, the next",
+        f"{BEGIN}, 2 ranks: 25 MiB with bf16 is 1.12 times (1.10 to 1.14) as fast as 25 MiB",
+        f"{BEGIN}, 2 ranks: 1 MiB is 0.80 times (0.79 to 0.81) as fast as 25 MiB",
+        f"{BEGIN}, 2 ranks: 25 MiB with bf16 is the fastest of 3 settings, 1.12 times (1.10 to "
+        "1.14) as fast as 25 MiB, the next",
     ]
 
 
@@ -114,12 +114,12 @@ def test_settings_that_do_not_differ_significantly() -> None:
     rows = ddp_sweep.rows_of(interleaved([swinging(1.01), [1.0] * 6, [1.4] * 6]))
     _, *sentences = ddp_sweep.answer(rows)
     assert sentences[0] == (
-        f"{BEGIN}, 2 ranks: 25 MB with bf16 and 25 MB do not differ significantly: 1.01 times "
+        f"{BEGIN}, 2 ranks: 25 MiB with bf16 and 25 MiB do not differ significantly: 1.01 times "
         "(1.00 to 1.02) as fast"
     )
     assert sentences[-1] == (
-        f"{BEGIN}, 2 ranks: no setting is the fastest: 25 MB with bf16 does not differ "
-        "significantly from 25 MB: 1.01 times (1.00 to 1.02)"
+        f"{BEGIN}, 2 ranks: no setting is the fastest: 25 MiB with bf16 does not differ "
+        "significantly from 25 MiB: 1.01 times (1.00 to 1.02)"
     )
     # with two settings the ratio is enough
     _, *sentences = ddp_sweep.answer(ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6])))
@@ -179,6 +179,24 @@ def test_a_narrow_table_shows_both_parts_of_the_ratio() -> None:
     ]
 
 
+def test_by_default_ddp_chooses_its_buckets() -> None:
+    """It then limits the first bucket to 1 MiB, which it does not if it is given a size."""
+    flags = ["--device", "cpu", "--world-sizes", "2", "--model", "resnet18"]
+    job: Any = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
+    for extra, title, key in (
+        ([], "DDP's default buckets", "default"),
+        (["--bucket-size", "25"], "buckets of 25 MiB", 25.0),
+    ):
+        [(found, cases)] = ddp_sweep.plan(ddp_sweep.parse_args(flags + extra), job, [2], {}).items()
+        assert found.endswith(f", {title}")
+        assert cases[1][2]["bucket_size_mb"] == key
+    setting = ddp_sweep.Setting("default", "bf16")
+    assert (setting.label, setting.text) == ("default bf16", "default buckets with bf16")
+    assert setting.buckets == "DDP's default buckets with bf16"
+    key = {"ddp": True, "settings": "default none, 0.1MB bf16"}
+    assert ddp_sweep.settings_of(key) == [("default", "none"), (0.1, "bf16")]
+
+
 def test_settings_of_a_key_and_cases_of_interleave() -> None:
     flags = (
         "--interleave --bucket-size 25,0.1 --comm-hook none,bf16 --world-sizes 2 --model resnet18"
@@ -227,7 +245,7 @@ def row(exposed: Estimate, alone: float | None = None) -> Case:
 
 
 def test_exposed_communication_may_be_nothing_measurable() -> None:
-    begin = "m, fp32, buckets of 25 MB with bf16: DDP on 2 ranks takes 1.20 s (1.10 to 1.30) "
+    begin = "m, fp32, buckets of 25 MiB with bf16: DDP on 2 ranks takes 1.20 s (1.10 to 1.30) "
     begin += "per step"
     for exposed, words in (
         (Estimate(-0.01, -0.46, 0.31), "nothing measurable (-0.46 to 0.31 s)"),
@@ -259,8 +277,8 @@ def test_without_interleave_settings_are_not_ranked() -> None:
     second.key["comm_hook"] = "none"
     sentences = ddp_sweep.answer([first, second])
     assert [sentence.split(":")[0] for sentence in sentences] == [
-        "m, fp32, buckets of 25 MB with bf16",
-        "m, fp32, buckets of 25 MB",
+        "m, fp32, buckets of 25 MiB with bf16",
+        "m, fp32, buckets of 25 MiB",
         "m, fp32",
     ]
     assert sentences[2].endswith("are not ranked; --interleave compares them")

@@ -94,19 +94,19 @@ MISTAKES = [
     ("ddp_sweep", "--model googlenet", "unknown model 'googlenet'"),  # several heads
     ("ddp_sweep", "--model a:b --batch-size 2", "cannot be used with a:b, which defi"),
     ("ddp_sweep", "--global-batch 4 --batch-size 2", "not allowed with argument --global-batch"),
-    ("ddp_sweep", "--bucket-size 25,x", "--bucket-size: expected a number above 0, got 'x'"),
+    ("ddp_sweep", "--bucket-size 25,x", "a number of MiB above 0, or default, got 'x'; e.g. 25"),
     ("ddp_sweep", "--comm-hook bf61", "got 'bf61'; did you mean bf16?"),
     ("ddp_sweep", "--world-sizes 2,node", "--world-sizes: expected a whole number of at least 1"),
     ("ddp_sweep", "--dtype tf32 --device cpu", "--dtype tf32 requires CUDA; use fp32"),
     (
         "ddp_sweep",
         "--interleave",
-        "expected several bucket sizes or hooks, got only 25 MB; e.g. --co",
+        "expected several bucket sizes or hooks, got only default buckets; e.",
     ),
     (
         "ddp_sweep",
         "--interleave --comm-hook bf16",
-        "got only 25 MB with bf16; e.g. --comm-hook non",
+        "got only default buckets with bf16; e.g. --comm",
     ),
     ("input_sweep", "--model resnet19", "unknown model 'resnet19'; did you mean resnet"),
     ("input_sweep", "--cache hot", "expected one or more of warm, cold"),

@@ -22,7 +22,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_cuda")
 def test_ddp_sweep_on_cuda() -> None:
-    args = ddp_sweep.parse_args([])
+    args = ddp_sweep.parse_args(["--bucket-size", "25"])  # DDP's own buckets are the default
     assert args.models == ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
     assert (args.batch_size, args.image_size, args.bucket_size) == (32, 224, [25.0])
     (images,), *_ = ddp_sweep.make_batch(args.batch_size, args.image_size, CPU)
@@ -35,9 +35,10 @@ def test_ddp_sends_no_buffers_and_has_the_bucket_size(monkeypatch: pytest.Monkey
     spy.__signature__ = inspect.signature(nn.parallel.DistributedDataParallel)
     monkeypatch.setattr(ddp_sweep, "DistributedDataParallel", spy)
     group: Any = object()
-    ddp_sweep.wrap(nn.Linear(1, 1), group, 7.0, "none")
-    buffers = seen.get("forward_sync_buffers", seen.get("broadcast_buffers"))
-    assert (seen["process_group"], seen["bucket_cap_mb"], buffers) == (group, 7.0, False)
+    for bucket_mb in (7.0, None):
+        ddp_sweep.wrap(nn.Linear(1, 1), group, bucket_mb, "none")
+        buffers = seen.get("forward_sync_buffers", seen.get("broadcast_buffers"))
+        assert (seen["process_group"], seen["bucket_cap_mb"], buffers) == (group, bucket_mb, False)
 
 
 @pytest.mark.parametrize(
