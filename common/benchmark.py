@@ -23,7 +23,7 @@ from common import cli, environment
 from common.contents import of_run
 from common.cpu_load import BUSY, CpuLoad, Others
 from common.environment import others_text
-from common.groups import Group, GroupCache, broadcast, connect, gather
+from common.groups import Group, GroupCache, Subgroups, broadcast, connect, gather
 from common.join import join, world
 from common.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
 from common.stats import Implausible, Times, keep_samples, rounded, stacked
@@ -241,28 +241,24 @@ class Benchmark:
             return self.show(self.report.find(key), [])
         self.measured.append(key)
         case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
+        parts: Subgroups = tuple(map(tuple, subgroups or [ranks]))
         member = self.job.rank in ranks
         self.watchdog.begin(name, member)
         self.phase("setup" if member else "outside the case")
-        result = self.attempt(key, build, ranks, subgroups, rule or self.rule)
+        result = self.attempt(key, build, ranks, parts, rule or self.rule)
         if member:  # ranks outside the case are not behind
             self.phase("waiting for all ranks")
         results, lines = gather(result), list[str]()
         written = self.write(case, derive, results, lines) if results else None
         reason, unwritten = broadcast(written)
         self.watchdog.group = None  # two threads must not abort the same group
-        self.groups.release(ranks, subgroups, failed=reason is not None)
+        self.groups.release(ranks, parts, failed=reason is not None)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(unwritten, 1)
         return self.show(case, lines) if results else None
 
     def attempt(
-        self,
-        key: Key,
-        build: Build,
-        ranks: tuple[int, ...],
-        subgroups: Sequence[Sequence[int]] | None,
-        rule: StopRule,
+        self, key: Key, build: Build, ranks: tuple[int, ...], subgroups: Subgroups, rule: StopRule
     ) -> RankResult | None:
         """Build and time a case on this rank.
 
@@ -271,10 +267,10 @@ class Benchmark:
         """
         result, error = None, ""
         try:
-            group, is_new = self.groups.acquire(ranks, subgroups)
+            group = self.groups.acquire(ranks, subgroups)
             if group:
                 self.watchdog.group = group
-                if is_new:
+                if group.start_up_s:  # it is new
                     group.start_up_s["first_collective"] = connect(group.workload, self.job)
                 result = self.time(key, build(key, group), group, rule)
         except Exception as raised:
@@ -354,11 +350,7 @@ class Benchmark:
 
     @contextlib.contextmanager
     def begin_table(
-        self,
-        title: str,
-        columns: Columns,
-        answer: Answer | None = None,
-        table: Table | None = None,
+        self, title: str, columns: Columns, answer: Answer | None = None, table: Table | None = None
     ) -> Iterator[Table]:
         """A table, as a context manager: its rows are the cases measured in the block. All ranks
         call it.

@@ -9,7 +9,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from common.cli import describe, exit_now, write
 NO_TIMEOUT = timedelta(days=30)
 MAX_CACHED = 4  # sets of groups that stay open, e.g. those of 1, 2, 4 and 8 ranks
 
-Subgroups = Sequence[Sequence[int]]  # the ranks of each
+Subgroups = tuple[tuple[int, ...], ...]  # a partition of the ranks of a case
 
 abort_lock = threading.Lock()  # the main thread and the watchdog abort the same groups
 
@@ -81,14 +81,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank))
 
 
-def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups | None) -> Group | None:
-    """Create the groups of a case; return None on ranks outside it. All ranks of the job call it.
-
-    subgroups: a partition of the ranks, with a group under test for each part; None for one group.
-    """
+def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups) -> Group | None:
+    """Create the groups of a case, with a group under test for each subgroup. Return None on ranks
+    outside the case. All ranks of the job call it."""
     with end_on_lost_peer():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=NO_TIMEOUT)
-    parts = [list(subgroup) for subgroup in subgroups or [ranks]]
+    parts = list(map(list, subgroups))
     start = time.perf_counter()
     workload: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
     took = {"group": time.perf_counter() - start}
@@ -118,13 +116,6 @@ def connect(group: dist.ProcessGroup, job: Job) -> float:
     if job.device.type == "cuda":
         torch.cuda.synchronize(job.device)
     return time.perf_counter() - start
-
-
-def abort_process_group(group: dist.ProcessGroup) -> None:
-    """Abort a group with work in flight: destroying it would wait forever for that work
-    (pytorch/pytorch#141510). Private API; works in torch 2.11, 2.14 and 2.15 (with NCCL: on
-    tests/cudalab only)."""
-    dist.distributed_c10d._abort_process_group(group)
 
 
 def abort_group(group: Group) -> None:
@@ -174,9 +165,11 @@ def close_group(group: Group, failed: bool = False) -> None:
     with suppress(RuntimeError):  # the CUDA context may be lost
         torch.cuda.empty_cache()
     for tested in (*group.extra, group.workload):
-        # An abort in NCCL may raise before torch drops the group, or torch has dropped it already.
+        # Destroying the group would wait forever for work in flight (pytorch/pytorch#141510). An
+        # abort in NCCL may raise before torch drops the group, or torch has dropped it already.
+        # Private API; works in torch 2.11, 2.14 and 2.15 (with NCCL: on tests/cudalab only).
         with suppress(RuntimeError, ValueError):
-            abort_process_group(tested)
+            dist.distributed_c10d._abort_process_group(tested)
     destroy(group.control)
 
 
@@ -190,29 +183,27 @@ class GroupCache:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.cached: dict[Any, Group | None] = {}  # by `cache_key`, least recently used first
+        # by ranks and subgroups, least recently used first
+        self.cached: dict[tuple[tuple[int, ...], Subgroups], Group | None] = {}
 
-    def acquire(
-        self, ranks: tuple[int, ...], subgroups: Subgroups | None
-    ) -> tuple[Group | None, bool]:
-        """Return the groups of a case, and whether they are new. All ranks of the job call it."""
-        key = cache_key(ranks, subgroups)
+    def acquire(self, ranks: tuple[int, ...], subgroups: Subgroups) -> Group | None:
+        """Return the groups of a case. Those that are not new have an empty `start_up_s`."""
+        key = ranks, subgroups
         if key in self.cached:
             group = self.cached[key] = self.cached.pop(key)
             if group:
                 group.start_up_s.clear()
-            return group, False
+            return group
         while len(self.cached) >= MAX_CACHED:
             self.close(next(iter(self.cached)))
         self.cached[key] = open_group(ranks, self.job, subgroups)
-        return self.cached[key], True
+        return self.cached[key]
 
-    def release(self, ranks: tuple[int, ...], subgroups: Subgroups | None, failed: bool) -> None:
+    def release(self, ranks: tuple[int, ...], subgroups: Subgroups, failed: bool) -> None:
         """End a case. Its groups stay open if it passed on all ranks."""
-        key = cache_key(ranks, subgroups)
         if failed:
-            self.close(key, failed)
-        elif group := self.cached[key]:
+            self.close((ranks, subgroups), failed)
+        elif group := self.cached[ranks, subgroups]:
             close_extra(group)
 
     def close(self, key: Any, failed: bool = False) -> None:
@@ -224,11 +215,6 @@ class GroupCache:
         """Close all sets, at the end of the run."""
         for key in list(self.cached):
             self.close(key)
-
-
-def cache_key(ranks: tuple[int, ...], subgroups: Subgroups | None) -> tuple[Any, ...]:
-    """Return the key of a set of groups. One subgroup of all ranks is the same as none."""
-    return ranks, tuple(tuple(subgroup) for subgroup in subgroups or [ranks])
 
 
 def gather(value: Any) -> list[Any] | None:

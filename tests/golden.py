@@ -93,7 +93,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         patch.dict(os.environ, launcher),
         patch.object(benchmark, "join", join),
         patch.object(environment, "collect", return_value=measured_on),
-        patch.object(groups.GroupCache, "acquire", return_value=(None, False)),
+        patch.object(groups.GroupCache, "acquire", return_value=None),
         patch.object(groups.GroupCache, "release"),
         patch.object(benchmark.Benchmark, "attempt", return_value=None),
         patch.object(benchmark.Benchmark, "write", write),

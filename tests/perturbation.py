@@ -335,7 +335,8 @@ def main() -> None:
     args = parser.parse_args()
     job = join(args.device, None, 300)
     groups = GroupCache(job)
-    group, _ = groups.acquire(tuple(range(job.world_size)), None)
+    ranks = tuple(range(job.world_size))
+    group = groups.acquire(ranks, (ranks,))
     assert group is not None
     sources = [name for name in SOURCES if {name, "sources"} & {*args.kinds}]
     args.kinds = [kind for kind in args.kinds if kind in (*KINDS, FIRST)]
@@ -364,7 +365,7 @@ def main() -> None:
             rows.append([f"{kind} {cli.show_size(size)}", *compare(step, args, job, group)])
     if roles:
         logging.captureWarnings(True)  # functional optimizers of torch emit warnings
-        trainers, _ = groups.acquire(tuple(roles.trainers), None)
+        trainers = groups.acquire(tuple(roles.trainers), (tuple(roles.trainers),))
         of_case = replace(job, world_size=len(roles.trainers), local_world_size=len(roles.trainers))
         for source in sources if trainers else []:
             assert trainers is not None

@@ -24,7 +24,6 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.environment import gpu_state
-from common.groups import abort_process_group
 from common.join import set_variables
 
 DEVICE = torch.device("cuda", 0)
@@ -97,7 +96,7 @@ def ask_group() -> None:
     ways: dict[str, Callable[[dist.ProcessGroup], object]] = {
         "destroyed (first communicator)": dist.destroy_process_group,
         "destroyed": dist.destroy_process_group,
-        "aborted": abort_process_group,
+        "aborted": dist.distributed_c10d._abort_process_group,
     }
     for name, close in ways.items():
         began = time.perf_counter()

@@ -42,11 +42,11 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
         alive.append(models[0]() is not None)
 
     watchdog = Mock(group=None)
-    groups = Mock(acquire=lambda ranks, subgroups: (object(), False), release=release)
+    groups = Mock(acquire=lambda ranks, subgroups: Mock(start_up_s={}), release=release)
     bench: Any = Mock(watchdog=watchdog, groups=groups, job=Mock(rank=3))
     monkeypatch.setattr(benchmark, "gpu_is_lost", lambda device: False)
     gc.disable()
-    assert Benchmark.attempt(bench, {}, build, (0, 3), None, StopRule()) is None
+    assert Benchmark.attempt(bench, {}, build, (0, 3), ((0, 3),), StopRule()) is None
     gc.enable()
     assert alive == [False]
     watchdog.fail.assert_called_once_with("RuntimeError: out of memory (rank 3)")

@@ -50,15 +50,24 @@ def test_the_groups_of_the_last_four_sets_are_kept(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing: Any = None
-    monkeypatch.setattr(ours, "open_group", lambda ranks, *_: Group(ranks, nothing, nothing))
+
+    def open_group(ranks: tuple[int, ...], *_: object) -> Group:
+        return Group(ranks, nothing, nothing, start_up_s={"group": 0.1})
+
+    monkeypatch.setattr(ours, "open_group", open_group)
     monkeypatch.setattr(ours, "close_group", closed := Mock())
     groups = GroupCache(job)
-    for size in (1, 2, 3, 4, 1, 5):
-        groups.acquire(tuple(range(size)), None)
-    groups.release((0,), None, failed=False)
-    assert not groups.acquire((0,), [[0]])[1]  # kept: one subgroup of all ranks is the same set
-    groups.release((0,), None, failed=True)
-    assert groups.acquire((0,), None)[1]
+
+    def is_new(*ranks: int) -> bool:
+        group = groups.acquire(ranks, (ranks,))
+        assert group
+        return bool(group.start_up_s)
+
+    assert [is_new(*range(size)) for size in (1, 2, 3, 4, 1, 5)] == [True] * 4 + [False, True]
+    groups.release((0,), ((0,),), failed=False)
+    assert not is_new(0)
+    groups.release((0,), ((0,),), failed=True)
+    assert is_new(0)
     # the least recently used set, and that of a failed case
     assert [call.args[0].ranks for call in closed.call_args_list] == [(0, 1), (0,)]
 
@@ -128,7 +137,7 @@ def test_graphs_in_a_cycle_are_freed_before_groups_are_closed(
         alive.append(graph())
 
     monkeypatch.setattr(ours, "destroy", look)
-    monkeypatch.setattr(ours, "abort_process_group", look)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", look)
     ours.close_group(group_of(Mock(abort=look), Mock()), failed)
     gc.enable()
     assert alive
@@ -162,7 +171,7 @@ def test_an_abort_that_raises_does_not_end_the_run(
 ) -> None:
     """All groups are aborted first, then each is destroyed, even if another abort raises."""
     forget = Mock(side_effect=RuntimeError("NCCL error"))
-    monkeypatch.setattr(ours, "abort_process_group", forget)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", forget)
     test, more = Mock(), Mock()
     control: Any = dist.new_group([0])
     test.abort.side_effect = RuntimeError("NCCL error")
@@ -176,7 +185,7 @@ def test_an_abort_that_raises_does_not_end_the_run(
 def test_the_time_limit_of_a_group_is_longer_than_that_of_the_watchdog(job: Job) -> None:
     """The control group of a case has no time limit."""
     timed = replace(job, timeout=timedelta(seconds=40))
-    group = ours.open_group((0,), timed, None)
+    group = ours.open_group((0,), timed, ((0,),))
     assert group
     ours.connect(group.workload, timed)
     cpu = torch.device("cpu")
