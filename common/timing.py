@@ -150,14 +150,12 @@ class TimedLoop:
         self.rule, self.before_block = rule, before_block
         self.steps: dict[str, Step | None] = {STEP: workload.step, **workload.parts}
         if workload.returned:
-            self.steps[STEP] = self.call_and_keep
+            self.steps[STEP] = lambda: self.returned.append(workload.step())
         self.returned: list[Any] = []  # values of the step since the block began
         samples_s: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
         self.times = RankTimes(samples_s, [], aligned=workload.aligned)
-        # `iteration_times` of the step, as they are reported later: they decide when the case ends.
-        # Valid on the group's first rank; on the others only their number is.
-        self.slowest_s: list[float] = []
-        self.step_s: list[list[float]] = []  # what these are computed from, [rows][iterations]
+        # Times of the step, [rows][iterations], for the stop rule. Valid on the group's first rank.
+        self.step_s: list[list[float]] = []
 
     def run(self) -> RankTimes:
         """Warm up, and time rounds until the stop rule is reached. All members of the group call
@@ -174,7 +172,7 @@ class TimedLoop:
                 self.time_round(block)
                 times.stop = self.check_stop_rule(block, perf_counter() - start)
                 if self.rule.iters:  # the last block may be shorter
-                    block = max(1, min(block, self.rule.iters - len(self.slowest_s)))
+                    block = max(1, min(block, self.rule.iters - len(times.samples_s[STEP])))
         finally:
             gc.enable()
         if self.workload.returned:
@@ -184,10 +182,6 @@ class TimedLoop:
         if waits or not self.workload.launches:
             times.launching_s = {}
         return times
-
-    def call_and_keep(self) -> None:
-        """The step, if the workload uses its return values."""
-        self.returned.append(self.workload.step())
 
     def warm_up(self, name: str) -> float:
         """Warm up a step. Returns the seconds of a warm sample on the slowest rank, which are valid
@@ -221,40 +215,37 @@ class TimedLoop:
         return [list(row.tolist()) for row in rows or [mine]]
 
     def time_round(self, block: int) -> None:
-        """Time a block of each step. Every other round runs in reverse order, so that a drift of
-        the machine slows all steps alike."""
-        names = list(self.steps)
+        """Time a block of each step, `block` samples after its lead-in. Every other round runs in
+        reverse order, so that a drift of the machine slows all steps alike."""
+        names, times, calls = list(self.steps), self.times, self.workload.calls_per_sample
         if len(self.times.rounds) % 2 == 1:
             names.reverse()
         for name in names:
             self.before_block(f"{name}, block {len(self.times.rounds) + 1}")
             dist.barrier(self.group.control)
-            if step := self.steps[name]:  # otherwise this rank sleeps in the next barrier
-                self.time_a_block(name, step, block)
-        self.times.rounds.append(block)
-
-    def time_a_block(self, name: str, step: Step, block: int) -> None:
-        """Time a block of `block` samples of a step, after its lead-in."""
-        times, calls = self.times, self.workload.calls_per_sample
-        for _ in range(LEAD_IN * calls):
-            step()
-        self.returned.clear()
-        samples_s, launching_s = time_block(step, block, self.device, calls)
-        times.samples_s[name] += samples_s
-        times.launching_s[name] = times.launching_s.get(name, 0.0) + launching_s
-        times.returned += self.returned
+            step = self.steps[name]
+            if not step:  # this rank sleeps in the next barrier
+                continue
+            for _ in range(LEAD_IN * calls):
+                step()
+            self.returned.clear()
+            samples_s, launching_s = time_block(step, block, self.device, calls)
+            times.samples_s[name] += samples_s
+            times.launching_s[name] = times.launching_s.get(name, 0.0) + launching_s
+            times.returned += self.returned
+        times.rounds.append(block)
 
     def check_stop_rule(self, block: int, spent_s: float) -> str:
-        """Return the rule that ends the case, or "". The group's first rank decides for all."""
+        """Return the rule that ends the case, or "". The group's first rank decides for all, by the
+        `iteration_times` that are reported later."""
         newest, aligned = self.times.samples_s[STEP][-block:], self.workload.aligned
         rows = [self.slowest_rank(newest)] if aligned else self.each_rank(newest)
         self.step_s = self.step_s or [[] for _ in rows]
         for row, new in zip(self.step_s, rows, strict=True):
             row += new
         slowest_s = self.step_s[0] if aligned else iteration_times(self.step_s, aligned).tolist()
-        self.slowest_s = slowest_s
         rounds, compared = len(self.times.rounds), bool(self.workload.compared)
-        reached = rule_reached(self.slowest_s, rounds, spent_s, self.rule, compared)
+        reached = rule_reached(slowest_s, rounds, spent_s, self.rule, compared)
         return broadcast(reached, self.group)
 
 
@@ -319,11 +310,7 @@ def iterations_per_block(round_s: float, rule: StopRule, differences: bool = Tru
 
 
 def rule_reached(
-    slowest: list[float],
-    rounds: int,
-    spent_s: float,
-    rule: StopRule,
-    compared: bool = False,
+    slowest: list[float], rounds: int, spent_s: float, rule: StopRule, compared: bool = False
 ) -> str:
     """Return the rule that ends the case now: iters, rounds, target-ci or max-seconds; "" if none.
 

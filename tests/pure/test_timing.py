@@ -198,8 +198,9 @@ def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch)
     work = Workload(lambda: None, {"part": lambda: None, "other": None}, compared=["part"])
     loop = TimedLoop(work, group, CPU, RULE)
     loop.times = RankTimes({"step": [9.0, 2.0, 3.0], "part": [9.0, 0.5, 2.0]}, [1, 2])
+    monkeypatch.setattr(timing, "rule_reached", reached := Mock(return_value=""))
     assert loop.check_stop_rule(2, 0.0) == ""
-    assert loop.slowest_s == [4.0, 3.0]
+    assert reached.call_args.args[0] == [4.0, 3.0]
 
 
 def test_the_stop_rule_of_unaligned_ranks_uses_the_slowest_rank(
@@ -213,14 +214,15 @@ def test_the_stop_rule_of_unaligned_ranks_uses_the_slowest_rank(
         rows[1].fill_(3.0)
 
     monkeypatch.setattr(timing.dist, "gather", gather)
+    monkeypatch.setattr(timing, "rule_reached", reached := Mock(return_value=""))
     work = Workload(lambda: None, aligned=False)
     loop = TimedLoop(work, replace(group, ranks=(0, 1)), CPU, RULE)
     loop.times = RankTimes({"step": [9.0, 1.0, 1.0]}, [3])
     assert loop.check_stop_rule(3, 0.0) == ""
-    assert loop.slowest_s == [3.0, 3.0, 3.0]
+    assert reached.call_args.args[0] == [3.0, 3.0, 3.0]
     loop.times = RankTimes({"step": [9.0, 1.0, 1.0, 2.0]}, [3, 1])
     assert loop.check_stop_rule(1, 0.0) == ""
-    assert loop.slowest_s == [3.0, 3.0, 3.0, 3.0]
+    assert reached.call_args.args[0] == [3.0, 3.0, 3.0, 3.0]
 
 
 def test_garbage_collection_is_off_within_blocks_and_restored_after_an_error(group: Group) -> None:
