@@ -693,7 +693,9 @@ def main() -> int:
             if cases_of_role:
                 most = None if bench.max_width is None else MAX_WORKERS
                 columns, shown, left_out = phase_table(role, cases_of_role, most)
-                bench.print_table(columns, shown, omitted_rows=left_out)
+                bench.print_table(columns, shown)
+                if left_out:
+                    bench.print(f"# not shown: {left_out}; --wide prints all")
     return bench.status
 
 

@@ -374,18 +374,13 @@ class Benchmark:
                 self.conclude([sentences] if isinstance(sentences, str) else sentences, cases[0])
         self.title, self.table = "", None
 
-    def print_table(
-        self, columns: Columns, cases: Sequence[Case], title: str = "", omitted_rows: str = ""
-    ) -> None:
-        """Print another table of measured cases.
-
-        omitted_rows: rows that the caller left out because stdout is a terminal, e.g. `3 trainers`.
-        """
+    def print_table(self, columns: Columns, cases: Sequence[Case], title: str = "") -> None:
+        """Print another table of measured cases."""
         above = [folded(title, self.max_width, ""), ""] if title else []
         if any(self.mark(case) for case in cases):
             first, *others = columns.items()
             columns = dict([first, ("measured", lambda case: self.mark(case) or "now"), *others])
-        self.print("\n".join(["", *above, render(columns, cases, self.max_width, omitted_rows)]))
+        self.print("\n".join(["", *above, render(columns, cases, self.max_width)]))
 
     def conclude(self, sentences: Sequence[str], case: Case | None = None) -> None:
         """Add sentences that answer the script's question, for scripts without `begin_table`. Call
@@ -476,10 +471,10 @@ class Benchmark:
     def finish(self) -> None:
         """Print the final lines, write the report's last line and set `status`."""
         last_line = self.last_line
-        remarks: list[str] = []
+        lines: list[str] = []
         for observer in self.observers:
-            remarks += guarded(observer, observer.end, last_line)
-        lines = [folded(remark, self.max_width) for remark in remarks]
+            remarks = guarded(observer, observer.end, last_line)
+            lines += [folded(remark, self.max_width) for remark in remarks]
         # commands are not wrapped, so that they can be copied
         path = self.report.path
         if path and path != "-" and not os.path.exists(path):

@@ -11,32 +11,28 @@ from common.report import Case, Estimate
 Columns = dict[str, Callable[[Case], str]]  # header of a column -> function from a case to a cell
 
 
-def render(
-    columns: Columns, cases: Sequence[Case], max_width: int | None = None, omitted_rows: str = ""
-) -> str:
+def render(columns: Columns, cases: Sequence[Case], max_width: int | None = None) -> str:
     """The cases as a table, one row per case, with as many of the first columns as fit. A line
-    below it counts columns and rows that were left out.
+    below it counts the columns that were left out.
 
-    max_width: maximum line width in characters; None for no limit. omitted_rows: rows that the
-    caller left out, e.g. `3 trainers`.
+    max_width: maximum line width in characters; None for no limit.
     """
-    text, omitted_columns = fitted(columns, cases, max_width)
-    return "\n".join([text, *omitted(omitted_columns, omitted_rows)])
+    text, count = fitted(columns, cases, max_width)
+    return "\n".join([text, *omitted(count)])
 
 
 def fitted(columns: Columns, cases: Sequence[Case], max_width: int | None) -> tuple[str, int]:
     """`render` without the line below the table, and the number of columns that do not fit."""
-    rows = [cells_of(columns, case) for case in cases]
+    rows = [[cell(case) for cell in columns.values()] for case in cases]
     count = columns_that_fit(list(columns), rows, max_width)
     return layout(list(columns)[:count], [row[:count] for row in rows]), len(columns) - count
 
 
-def omitted(columns: int, rows: str = "") -> list[str]:
-    """The line below a table, `# not shown: 3 columns; --wide prints all`, in a list; [] if nothing
-    was left out."""
-    parts = [f"{columns} column{'s' if columns > 1 else ''}"] if columns else []
-    parts += [rows] if rows else []
-    return [f"# not shown: {', '.join(parts)}; --wide prints all"] if parts else []
+def omitted(count: int) -> list[str]:
+    """The line below a table, `# not shown: 3 columns; --wide prints all`, in a list; [] if no
+    column was left out."""
+    noun = "column" if count == 1 else "columns"
+    return [f"# not shown: {count} {noun}; --wide prints all"] if count else []
 
 
 def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], width: int | None) -> int:
@@ -48,10 +44,6 @@ def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], width: i
             break
         count -= 1
     return count
-
-
-def cells_of(columns: Columns, case: Case) -> list[str]:
-    return [cell(case) for cell in columns.values()]
 
 
 class Table:
@@ -87,7 +79,7 @@ class Table:
         If a cell is wider than expected, the last columns may no longer fit. The header is then
         repeated without them.
         """
-        cells, headers = cells_of(self.columns, case), list(self.columns)
+        cells, headers = [cell(case) for cell in self.columns.values()], list(self.columns)
         if case.failed:
             cells = [cells[0]] + [""] * (len(cells) - 1)
         self.widest = [max(pair, key=len) for pair in zip(self.widest, cells, strict=True)]

@@ -84,10 +84,7 @@ class Watchdog:
         self.order = 0 if member else -1  # so that ranks outside the case stay in phase number 0
 
     def phase(self, what: str, ahead: int = 1) -> None:
-        """Announce the next activity. This calls the store: keep it out of timed code.
-
-        ahead: 0 for an activity of this rank alone, so that the others do not count as behind it.
-        """
+        """Announce the next activity in the store. `Benchmark.phase` describes `ahead`."""
         self.order += ahead
         rank, host = self.job.rank, socket.gethostname()
         self.where = f"rank {rank} on {host}, case '{self.label}', {what}"

@@ -13,7 +13,7 @@ from analysis.verdicts import compare as compare_runs
 from benchmarks import collectives, ddp_sweep, input_sweep, node_check
 from common.cli import Parser
 from common.report import load
-from common.table import Columns, cells_of
+from common.table import Columns
 from tests.process import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -62,7 +62,7 @@ def test_rows(name: str, columns: Columns, shown: int, rows: int) -> None:
     cases = load(str(RESULTS / name)).cases[:rows]
     assert len(cases) == rows
     for case in cases:
-        cells = cells_of(columns, case)[:shown]
+        cells = [cell(case) for cell in columns.values()][:shown]
         if name == "node.jsonl":
             cells = [cell for cell in cells if cell != "-"]
         assert single_blanks(" ".join(cells)) in LINES

@@ -125,9 +125,7 @@ def hints(
     cases: those that did not fail. busy, crowded: CPU use by other processes, and nodes with more
     ranks than cores, as text. is_load_known: whether CPU use by other processes was measured.
     """
-    lacking = [case for case in cases if without_interval(case)]
-    wide = [case for case in cases if with_wide_interval(case) and case not in lacking]
-    doubtful = [*lacking, *wide]
+    doubtful = [case for case in cases if without_interval(case) or with_wide_interval(case)]
     if not doubtful:
         return []
     lines = list_intervals("missing (-)", cases, without_interval)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function
 
 from common.benchmark import Benchmark, Observer, analysis_command
+from common.cli import cut
 from common.environment import node_of_each
 from common.groups import Group
 from common.report import Case, show_seconds
@@ -28,7 +29,6 @@ from common.timing import STEP, RankTimes, Step, Workload, time_block
 
 ITERATIONS = 5
 SLOW = 1.1  # a slowdown of the step under the profiler beyond this factor is reported
-MOST_RANKS = 8  # limit on ranks that a line names one by one
 Ranks = Collection[int]
 LONGEST_NAME = 120  # characters of a file name that describe the case
 
@@ -115,7 +115,7 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     if lost:
         first = traces[lost[0]]
-        lines.append(f"trace of {named(lost)} lost: {first['lost']}: {first['file']}")
+        lines.append(f"trace of rank {cut(lost)} lost: {first['lost']}: {first['file']}")
     if written:
         file = traces[written[0]]["file"].replace(f"-rank{written[0]}.", "-rank*.")
         slowest = max(written, key=lambda rank: traces[rank].get("slowdown", 1.0))
@@ -124,7 +124,7 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
             own_s, profiled_s = map(show_seconds, traces[slowest]["step_s"])
             words = f"; under the profiler a step of rank {slowest} took {profiled_s} instead of "
             words += f"{own_s}, {slowdown:.2f} times as long"
-        lines.append(f"trace of {named(written)}: {file}{words}")
+        lines.append(f"trace of rank {cut(written)}: {file}{words}")
     return lines
 
 
@@ -138,10 +138,6 @@ def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
         # the shell expands the pattern, so it is not quoted
         return [f"traces of the last case; {analysis_command('trace.py', begin)}-rank*.{end}"]
     return []
-
-
-def named(ranks: Sequence[str]) -> str:
-    return f"rank {', '.join(ranks)}" if len(ranks) <= MOST_RANKS else f"{len(ranks)} ranks"
 
 
 def check(folder: Path, asked: Ranks | None, world_size: int) -> None:

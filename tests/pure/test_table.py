@@ -42,15 +42,6 @@ def test_a_terminal_shows_as_many_columns_as_fit(
     assert lines[3:] == below
 
 
-def test_a_line_counts_omitted_rows() -> None:
-    last = [
-        render(COLUMNS, [case(**NUMBERS)], room, "2 trainers").splitlines()[-1]
-        for room in (16, None)
-    ]
-    assert last[0] == "# not shown: 4 columns, 2 trainers; --wide prints all"
-    assert last[1] == "# not shown: 2 trainers; --wide prints all"
-
-
 def test_all_rows_are_aligned_with_the_header() -> None:
     """Also in a pipe, if a later row has the longest name."""
     names = ["no ddp", "1M/2G 25MB none"]
