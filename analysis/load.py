@@ -252,7 +252,7 @@ def read(path: str, measure: str | None) -> list[Run]:
     for number, report in enumerate(reports, 1):
         run = Run(**vars(report), label=path if number == 1 else f"run {number} of {path}")
         run.digest = f"{content.hexdigest()} {number}"
-        run.loads = loads_in(report.end) or loads_from_file(path)
+        run.loads = loads_of(report, path)
         runs.append(run)
         cases = itertools.chain(*map(split_links, report.cases))
         index(run, [timed(case, measure) for case in cases], "several cases have the same key")
@@ -309,19 +309,31 @@ def parse(
     return reports
 
 
-def loads_in(end: dict[str, Any]) -> list[tuple[float, int]]:
+def loads_of(report: Report, path: str) -> list[tuple[float, int]]:
     """For each node, the cores used by other processes and the number of cores.
 
-    end: the last line of a report. The list is empty if the load was not recorded.
+    The list is empty if the load was not recorded. In a resumed report, the load is that of the
+    part with the busiest node, and is unknown if that of any part is: a part without a last line
+    was interrupted.
     """
-    others = end.get("others")
+    if not report.resumed:
+        return loads_in(report.others.get(0)) or loads_from_file(path)
+    parts = sorted({case.part or 0 for case in report.cases})
+    loads = [loads_in(report.others.get(part)) for part in parts]
+    if not all(loads):
+        return []
+    return max(loads, key=lambda nodes: max(busy / cores for busy, cores in nodes), default=[])
+
+
+def loads_in(others: Any) -> list[tuple[float, int]]:
+    """The load of each node from an entry `others` of a report; [] if it is missing or damaged."""
     rows = others if isinstance(others, list) else []
     pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
     return [(busy, cores) for busy, cores in pairs if is_number(busy) and cores and cores > 0]
 
 
 def loads_from_file(path: str) -> list[tuple[float, int]]:
-    """The load as in `loads_in`, from the file that ab.py writes next to a report: 01.load for
+    """The load of each node from the file that ab.py writes next to a report: 01.load for
     01.jsonl."""
     load_path = os.path.splitext(path)[0] + LOAD_ENDING
     if not os.path.isfile(load_path):
@@ -331,7 +343,7 @@ def loads_from_file(path: str) -> list[tuple[float, int]]:
             content = json.load(file)
         except ValueError:  # truncated: the load is unknown
             return []
-    return loads_in(content) if isinstance(content, dict) else []
+    return loads_in(content.get("others")) if isinstance(content, dict) else []
 
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:

@@ -244,6 +244,8 @@ class Report:
     status: str = "interrupted"  # until the last line is written: then complete or failed
     finished_at: str | None = None
     end: dict[str, Any] = field(default_factory=dict)  # the other entries of the last line
+    # CPU use by other processes on each node, by part. A part that was interrupted has no entry.
+    others: dict[int, Any] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
     # The line that starts each later part: resumed_at, hosts, argv, cases_before
     resumed: list[dict[str, Any]] = field(default_factory=list)
@@ -495,6 +497,8 @@ def load(
                     report.status = content.pop("status")
                     report.finished_at = content.pop("finished_at", None)
                     report.end = content
+                    if "others" in content:  # a run that measured nothing has no such entry
+                        report.others.setdefault(len(report.resumed), content["others"])
                 else:
                     report.status = "interrupted"  # until a last line follows
                     if "resumed_at" in content:

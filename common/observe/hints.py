@@ -32,7 +32,8 @@ class Hints(Observer):
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
         others: list[Others] = self.bench.load_of_others()
-        last_line["others"] = others
+        if self.bench.measured:  # otherwise keep the load of the run that measured the cases
+            last_line["others"] = others
         measured_on, args = self.bench.report.environment, self.bench.args
         passed = [case for case in self.bench.report.cases if not case.failed]
         busy = others_text(measured_on["hosts"], others)

@@ -178,6 +178,26 @@ def test_a_requeued_job_continues_on_other_hosts(path: Path) -> None:
     assert re.fullmatch("1 case was measured earlier, 20.* UTC on node2, by .*", second)
 
 
+def test_the_load_belongs_to_the_part_that_measured(path: Path) -> None:
+    """Part 0 ends normally, part 1 is interrupted, and a later run measures nothing."""
+    first = report_at(path, 1)
+    first.finish("failed", others=[[1.9, 2]])
+    first.files[-1].close()
+    for n in (1, 2):
+        resumed = begin(path)
+        resumed.start(resume=True)
+        resumed.add(Case(key={"n": n}, ranks=[0]))
+        if n == 2:
+            resumed.finish("complete", others=[[0.1, 2]])
+        resumed.files[-1].close()
+    again = begin(path)
+    again.start(resume=True)
+    again.finish("complete", answer=["it measured nothing"])
+    loaded = load(str(path))
+    assert loaded.others == {0: [[1.9, 2]], 2: [[0.1, 2]]}
+    assert loaded.end == {"answer": ["it measured nothing"]}
+
+
 def test_each_case_belongs_to_a_part_of_a_resumed_report(path: Path) -> None:
     """A part has its start time, hosts and arguments. A run that measures nothing adds no part."""
     first = begin(path, hosts=["node1"])
