@@ -95,8 +95,9 @@ def collect(
     all ranks. memory_held: returned by `gpu_memory`, on the first rank of each node.
     """
     compared = {name: value for name, value in variables.items() if is_compared(name)}
+    of_rank_0 = broadcast(compared)
     # with RPC, some ranks may be on the CPU, including the first rank of a node
-    gathered = gather((job.device.type, compared))
+    gathered = gather((job.device.type, changes(of_rank_0, compared)))
     cuda = broadcast(any(device == "cuda" for device, _ in gathered) if gathered else None)
     node = None  # collected by the first rank of each node
     if job.local_rank == 0:
@@ -111,8 +112,8 @@ def collect(
         return {}
     ranks = [rank for rank, _ in rows]
     nodes = [rank | node for rank, node in rows if node]
-    usual, sets = other_variables([row for _, row in gathered])
-    lines = variable_lines(usual, sets, [rank["host"] for rank in ranks])
+    of_ranks = [with_changes(of_rank_0, row) for _, row in gathered]
+    lines = variable_lines(of_ranks, [rank["host"] for rank in ranks])
     counts = [len(node["gpus"]) for node in nodes]
     for node in nodes:
         node["gpus"] = used_gpus(node["gpus"], ranks)
@@ -140,7 +141,7 @@ def collect(
         "ranks": ranks,
         "differences": lines + differences(nodes, ranks),
         "variables": variables,
-        "other_variables": sets,
+        "other_variables": other_variables(of_ranks),
     }
 
 
@@ -149,43 +150,48 @@ def is_compared(variable: str) -> bool:
     return variable.startswith(ON_ALL_RANKS) and not BY_DESIGN.fullmatch(variable)
 
 
-def other_variables(
-    of_ranks: Sequence[Variables],
-) -> tuple[tuple[int, Variables], list[dict[str, Any]]]:
-    """The most common set of variables, and the sets that differ from it.
+def changes(usual: Variables, mine: Variables) -> dict[str, str | None]:
+    """The variables that differ from the usual ones; None for a variable that is not set."""
+    names = sorted(name for name in {*usual, *mine} if usual.get(name) != mine.get(name))
+    return {name: mine.get(name) for name in names}
 
-    of_ranks: variables of each rank. Returns the first rank that has the most common set, with that
-    set; and for each other set its ranks, and the variables that differ (None if not set), most
-    common set first.
+
+def with_changes(usual: Variables, differing: Mapping[str, str | None]) -> dict[str, str]:
+    """The variables of a rank, given the usual ones and `changes`."""
+    return {name: value for name, value in {**usual, **differing}.items() if value is not None}
+
+
+def other_variables(of_ranks: Sequence[Variables], first: int = 0) -> list[dict[str, Any]]:
+    """The sets of variables that differ from that of rank `first`, most common set first.
+
+    of_ranks: variables of each rank. A set has its ranks and its `changes`.
     """
     texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
-    first, *others = [texts.index(text) for text, _ in Counter(texts).most_common()]
-    usual, sets = of_ranks[first], list[dict[str, Any]]()
-    for other in others:
-        mine = of_ranks[other]
-        names = sorted(name for name in {*usual, *mine} if usual.get(name) != mine.get(name))
-        ranks = [rank for rank, text in enumerate(texts) if text == texts[other]]
-        sets.append({"ranks": ranks, "variables": {name: mine.get(name) for name in names}})
-    return (first, usual), sets
+    sets = []
+    for text, _ in Counter(texts).most_common():
+        ranks = [rank for rank, of_rank in enumerate(texts) if of_rank == text]
+        if first not in ranks:
+            differing = changes(of_ranks[first], of_ranks[ranks[0]])
+            sets.append({"ranks": ranks, "variables": differing})
+    return sets
 
 
-def variable_lines(
-    usual: tuple[int, Variables], sets: Sequence[dict[str, Any]], hosts: Sequence[str]
-) -> list[str]:
+def variable_lines(of_ranks: Sequence[Variables], hosts: Sequence[str]) -> list[str]:
     """A line per host and set of variables that is not the most common one, with both values.
 
-    usual, sets: as returned by `other_variables`. hosts: of each rank.
+    of_ranks, hosts: variables and host of each rank.
     """
-    first, values = usual
+    texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
+    first = texts.index(mode(texts))  # a rank with the most common set
     lines = []
-    for row in sets:
-        texts = [
-            f"{name} {shown(value)} (rank {first}: {shown(values.get(name))})"
+    for row in other_variables(of_ranks, first):
+        parts = [
+            f"{name} {shown(value)} (rank {first}: {shown(of_ranks[first].get(name))})"
             for name, value in row["variables"].items()
         ]
         for host in dict.fromkeys(hosts[rank] for rank in row["ranks"]):
             ranks = cut([rank for rank in row["ranks"] if hosts[rank] == host])
-            lines.append(f"variables of rank {ranks} on {host} differ: {cut(texts, 16)}")
+            lines.append(f"variables of rank {ranks} on {host} differ: {cut(parts, 16)}")
     return bounded(lines, "hosts with other variables")
 
 

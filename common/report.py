@@ -394,9 +394,12 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
     for name, value in (environment.get("variables") or {}).items():
         if not name.startswith(OF_A_JOB) and not name.endswith(OF_A_PLACE):
             same[name] = value
-    for row in environment.get("other_variables") or ():
+    others = environment.get("other_variables") or ()
+    for row in others:
         for name, value in row["variables"].items():
             same[f"{name} (rank {row['ranks'][0]})"] = value
+    if others:
+        same["ranks with other variables"] = [rank for row in others for rank in row["ranks"]]
     return same
 
 

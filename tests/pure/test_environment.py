@@ -72,6 +72,15 @@ def test_nodes_that_differ_are_named_and_counted() -> None:
     ]
 
 
+def test_variables_that_can_affect_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--resume compares these of a run; a variable of another program is not among them."""
+    names = "LD_PRELOAD LD_LIBRARY_PATH PYTHONMALLOC PYTHONOPTIMIZE MALLOC_ARENA_MAX NCCL_ALGO "
+    names += "RCCL_X TORCH_X OMP_X GLOO_X UCX_X FI_X MLX5_X HSA_X"
+    given = dict.fromkeys(names.split(), "1")
+    monkeypatch.setattr(os, "environ", given | {"EDITOR": "vi"})
+    assert environment.user_variables() == given
+
+
 def test_variables_of_some_ranks() -> None:
     """Each host with deviating ranks has a line with both values. Variables that differ by design
     are left out."""
@@ -84,16 +93,26 @@ def test_variables_of_some_ranks() -> None:
     other = {"NCCL_DEBUG": "INFO\33[2J", "FI_PROVIDER": "efa"}
     of_ranks = [other, usual, usual, usual, ring, ring, ring]
     hosts = ["a", "a", "a", "a", "b", "b", "c"]
-    assert environment.other_variables(of_ranks[1:4]) == ((0, usual), [])
-    (first, _), _ = environment.other_variables(of_ranks[:2])
-    assert first == 0  # of two different ranks, the first is the reference
-    most, sets = environment.other_variables(of_ranks)
-    assert most == (1, usual)
-    assert sets == [
+    for of_rank in of_ranks:  # as sent to rank 0
+        assert environment.with_changes(usual, environment.changes(usual, of_rank)) == of_rank
+    assert environment.changes(usual, usual) == {}
+    assert environment.other_variables(of_ranks[1:4]) == []
+    assert environment.other_variables(of_ranks, first=1) == [
         {"ranks": [4, 5, 6], "variables": {"NCCL_ALGO": "Ring"}},
         {"ranks": [0], "variables": {"FI_PROVIDER": "efa", "NCCL_DEBUG": "INFO\33[2J"}},
     ]
-    assert environment.variable_lines(most, sets, hosts) == [
+    # in the report, relative to rank 0, whose variables are all in it
+    without_fi = {"FI_PROVIDER": None, "NCCL_DEBUG": "WARN"}
+    assert environment.other_variables(of_ranks) == [
+        {"ranks": [1, 2, 3], "variables": without_fi},
+        {"ranks": [4, 5, 6], "variables": {**without_fi, "NCCL_ALGO": "Ring"}},
+    ]
+    assert environment.variable_lines(of_ranks[1:4], hosts) == []
+    # of two different ranks, the first is the reference
+    assert environment.variable_lines(of_ranks[3:5], ["a", "b"]) == [
+        "variables of rank 1 on b differ: NCCL_ALGO Ring (rank 0: unset)"
+    ]
+    assert environment.variable_lines(of_ranks, hosts) == [
         "variables of rank 4, 5 on b differ: NCCL_ALGO Ring (rank 1: unset)",
         "variables of rank 6 on c differ: NCCL_ALGO Ring (rank 1: unset)",
         "variables of rank 0 on a differ: FI_PROVIDER efa (rank 1: unset), "

@@ -132,7 +132,12 @@ def test_resume_keeps_cases_and_cuts_an_incomplete_line(path: Path, tail: bytes)
         (
             "ddp_sweep",
             {"other_variables": [{"ranks": [1, 2], "variables": {"FI_X": "1"}}]},
-            "has FI_X (rank 1) unset, this run 1",
+            "has FI_X (rank 1) unset, this run 1; ranks with other variables unset, this run 1, 2:",
+        ),
+        (  # a variable that rank 2 lacks now
+            "ddp_sweep",
+            {"other_variables": [{"ranks": [2], "variables": {"FI_X": None}}]},
+            "has ranks with other variables unset, this run 2:",
         ),
         (
             "x",
