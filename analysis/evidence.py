@@ -157,10 +157,14 @@ def identity(run: Run, row: Row | None) -> Hashable:
 
 
 def copies_of(runs: Side) -> dict[int, int]:
-    """The position of each copy -> the position of the run that it copies, which comes first."""
+    """The position of each copy -> the position of the run that it copies.
+
+    That is the first one of the equal runs, or the first one that was not interrupted: a report may
+    have been copied before the run ended.
+    """
     first: dict[Hashable, int] = {}
     copies = {}
-    for i, (run, row) in enumerate(runs):
+    for i, (run, row) in sorted(enumerate(runs), key=lambda one: bool(why_incomplete(one[1][0]))):
         original = first.setdefault(identity(run, row), i)
         if original != i:
             copies[i] = original

@@ -61,6 +61,20 @@ def test_four_copies_of_one_run_are_one_run(tmp_path: Path) -> None:
     assert "2 usable runs per side are needed, but there are 2 of BASE and 1 of TEST" in printed
 
 
+def test_a_copy_from_before_the_end_of_the_run(tmp_path: Path) -> None:
+    """Of each run there is a copy without its last line, which comes first. The run itself
+    counts."""
+    for side in "ab":
+        for number in range(2):
+            path = Path(runs(tmp_path / side / f"{number} z", [1.0 + 0.001 * number])) / "00.jsonl"
+            copy = tmp_path / side / f"{number} a.jsonl"
+            copy.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert status == 0
+    run_0, copy_0 = f"{tmp_path}/a/0 z/00.jsonl", f"{tmp_path}/a/0 a.jsonl"
+    assert f"# warning: left out: a copy of {run_0}: {copy_0}" in printed
+
+
 def test_a_copy_of_the_other_side_has_no_verdict(tmp_path: Path) -> None:
     base = runs(tmp_path / "a", [1.0, 1.0, 1.0])
     shutil.copytree(base, tmp_path / "b")
