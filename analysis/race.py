@@ -125,7 +125,8 @@ def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
             parts.append(f"{name} was slower than {race.lost_to[name]}")
         else:
             parts.append(f"{name} does not differ significantly: {factor.as_factor()}")
-    return "; ".join(parts)
+    caveats = dict.fromkeys(caveat for result in results.values() for caveat in result.caveats)
+    return "; ".join(parts) + (f" [{', '.join(caveats)}]" if caveats else "")
 
 
 def replay(looks: Sequence[int], rounds: dict[str, int], compared: Compared) -> tuple[Race, bool]:

@@ -220,7 +220,7 @@ def test_several_interleaved_commands(out: Path) -> None:
     assert f"with interleaved blocks; {looks}" in done.stdout
     assert done.stdout.splitlines()[-1] == (
         "# no clear best; smallest mean time: quick; equal is the same within 2%; "
-        "slow is 1.10x slower (1.10 to 1.10)"
+        "slow is 1.10x slower (1.10 to 1.10) [disturbed runs allowed]"
     )
     words = (out / "order").read_text().split()
     assert words[1::2] == ["begins", "ends"] * (2 * (24 + 12 + 24))  # one runs at a time, 2 rounds
@@ -409,6 +409,8 @@ def test_the_result_of_a_race(capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence(race, {"a": results["a"]}, 0.02) == "best: b; a is 1.12x slower (1.08 to 1.17)"
     wide = Result("", {}, ratio=10.0, interval=(1.5, 60.0))  # the table prints no interval either
     assert sentence(race, {"a": wide}, 0.02) == "best: b; a is 10.00x slower (no interval)"
+    wide.caveats = ["load not recorded"]
+    assert sentence(race, {"a": wide}, 0.02).endswith("x slower (no interval) [load not recorded]")
     race = Race(["b", *results])
     race.lost_to = {"e": "d"}
     show_race(race, compared, 0.02)
