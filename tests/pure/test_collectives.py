@@ -45,6 +45,25 @@ def test_bandwidths() -> None:
         assert collectives.ScanTable().row(case).endswith(cell)
 
 
+def test_the_average_does_not_mix_two_parts_of_a_report() -> None:
+    """Two sizes of 2 and 4 GB/s were measured before the report was resumed, one of 8 GB/s now."""
+    cases = []
+    for part, rate in ((0, 2.0), (0, 4.0), (1, 8.0)):
+        numbers = {"in_place_time_s": Estimate(1.0), "in_place_busbw_gb_per_s": Estimate(rate)}
+        cases.append(Case(key=KEY, ranks=[0], metrics=numbers, part=part))
+
+    def last_lines(*chosen: Case) -> str:
+        bench = Mock()
+        collectives.footer({"a": list(chosen)}, 0, bench)
+        return "\n".join(call.args[0] for call in bench.print.call_args_list)
+
+    assert "# Avg bus bandwidth    : 3\n" in last_lines(*cases[:2])
+    assert "leaves out" not in last_lines(*cases[:2])
+    assert "# Avg bus bandwidth    : 8\n" in last_lines(*cases)
+    assert "# The average leaves out the rows that were measured earlier." in last_lines(*cases)
+    assert "# Avg bus bandwidth    : 0\n" in last_lines()
+
+
 def test_the_slowest_group_counts() -> None:
     """With -G, the time of a replay of 5 calls is divided by 5."""
     rows, key = [[20], [5], [10], [15]], {"group_ranks": 2, "cudagraph": 3, "calls": 5}
