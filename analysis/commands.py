@@ -202,7 +202,7 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
         if not path.stat().st_size:
             check_no_files(commands)
             file.write("\n".join(lines).encode(errors="surrogateescape"))
-        elif why := plan.why_different(plan.read_lines(path), lines):
+        elif why := plan.why_different(plan.read_lines(path), plan.split_lines(lines)):
             raise ValueError(f"{path} belongs to a different call: {why}; choose another --out")
         yield
 

@@ -21,6 +21,7 @@ from common.report import shown, without_secrets
 PLAN, VERDICT = "plan.txt", "verdict.txt"  # files in OUT
 ADDRESS = ("tcp://", "udp://")  # addresses of services, in variables that Kubernetes sets
 MAX_HASHED = 2**28  # bytes; of a larger file, the size and the time of modification are compared
+PYTHONPATH = "PYTHONPATH="  # sets the variable in a command
 FILE = "file of "
 INHERITED = "inherited variable "
 MOST_NAMED = 6  # maximum number of differences in a message
@@ -29,7 +30,8 @@ MOST_NAMED = 6  # maximum number of differences in a message
 TRANSIENT = re.compile(
     r"_|SHLVL|PWD|OLDPWD|PS\d|.*PROMPT.*|HOSTNAME|MAIL|HIST.*|LESS.*|LS_COLORS"
     r"|(TERM|TMUX|KITTY|VTE|KONSOLE|GNOME|ITERM|LC_TERMINAL|VSCODE|WT|ALACRITTY|ZELLIJ)(_.*)?"
-    r"|COLORTERM|COLUMNS|LINES|WINDOW(ID)?|STY|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY"
+    r"|(TERMINAL|GHOSTTY|WEZTERM)_.*|COLORTERM|COLORFGBG|INSIDE_EMACS"
+    r"|COLUMNS|LINES|WINDOW(ID)?|STY|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY"
     r"|(SSH|DBUS|GPG|SUDO|SYSTEMD)_.*|SESSION_MANAGER|DESKTOP_SESSION|GDMSESSION|KRB5CCNAME"
     r"|XDG_(SESSION|RUNTIME|SEAT|VTNR|CURRENT|DATA_DIRS|MENU|GREETER).*"
     r"|INVOCATION_ID|JOURNAL_STREAM|PYTEST_.*"
@@ -87,13 +89,15 @@ def files_of(text: str, environ: Mapping[str, str]) -> dict[str, Path]:
 
     These are files among its arguments, programs on PATH, interpreters of scripts, and the local
     modules of Python scripts, of `-m MODULE` and of MODULE:FUNCTION. The command may begin with
-    `env -C FOLDER`, or be a script for a shell's -c.
+    `env -C FOLDER PYTHONPATH=FOLDERS`, or be a script for a shell's -c.
     """
     words = list(split(text))
     before = ["", *words]
     folders = [word for last, word in zip(before, words, strict=False) if last in ("-C", "cd")]
     bases = [*filter(os.path.isdir, folders), ""]
-    python_path = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    given = [word.removeprefix(PYTHONPATH) for word in words if word.startswith(PYTHONPATH)]
+    entries = os.pathsep.join(given or [environ.get("PYTHONPATH", "")]).split(os.pathsep)
+    python_path = [os.path.join(base, entry) for entry in filter(None, entries) for base in bases]
     files: dict[str, Path] = {}
     for last, word in zip(before, words, strict=False):
         _, _, value = word.partition("=")
@@ -191,6 +195,11 @@ def edited_programs(plan: Path, name: str, text: str, variables: Mapping[str, st
 
 def read_lines(plan: Path) -> list[str]:
     return plan.read_text(errors="surrogateescape").splitlines()
+
+
+def split_lines(lines: Iterable[str]) -> list[str]:
+    """The lines as `read_lines` returns them: a command may contain line breaks."""
+    return "\n".join(lines).splitlines()
 
 
 def states_of_files(lines: Iterable[str]) -> dict[tuple[str, str], str]:

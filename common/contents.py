@@ -5,21 +5,20 @@ since. Modules are located but never imported, because an import would run their
 """
 
 import hashlib
-import importlib.util
 import os
 import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from pathlib import Path
 
 from common.cli import ROOT
 
 HARNESS = ("common", "benchmarks/workloads")  # folders that all scripts use
 DIGITS = 12  # hexadecimal digits of a hash: 48 bits
-# `from .a import b, c`, also with parentheses, and `import a.b as c, d`
-IMPORT = re.compile(r"\bfrom\s+(\.*)([\w.]*)\s+import\s+(\([^)]*|[^\n;#]+)|\bimport\s+([^\n;#]+)")
+# `from .a import b, c`, also with parentheses, and `import a.b as c, d`; without comments
+IMPORT = re.compile(r"\bfrom\s*(\.*)([\w.]*)\s+import\s*(\([^)]*|[^\n;]+)|\bimport\s+([^\n;]+)")
 INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, including Spack's
 
 Files = dict[str, Path]  # name, hashed with the file and independent of its folder -> file
@@ -66,7 +65,7 @@ def model(name: str, search: Sequence[str]) -> Files:
 
     Unlike imported modules, it may be installed. search: folders, as in sys.path.
     """
-    files = files_of(name, search, whole=True) or hooked(name)
+    files = files_of(name, search, whole=True) or hooked(name.partition(".")[0])
     editable = [(path, label) for label, path in files.items() if not is_installed(str(path))]
     return modules(set[str]().union(*(imports(*file) for file in editable)), search) | files
 
@@ -74,7 +73,8 @@ def model(name: str, search: Sequence[str]) -> Files:
 def modules(names: Iterable[str], search: Sequence[str]) -> Files:
     """The files of local modules and of the local modules that they import, recursively.
 
-    search: folders, as in sys.path. Modules in folders of installed packages are not local.
+    These include packages of editable installations. search: folders, as in sys.path. Modules in
+    folders of installed packages are not local.
     """
     local = [folder for folder in search if not is_installed(folder)]
     files: Files = {}
@@ -82,7 +82,8 @@ def modules(names: Iterable[str], search: Sequence[str]) -> Files:
     while waiting:
         name = waiting.pop()
         seen.add(name)
-        for label, path in files_of(name, local).items():
+        found = files_of(name, local) or hooked(name.partition(".")[0])
+        for label, path in found.items():
             if label not in files:
                 files[label] = path
                 waiting |= imports(path, label) - seen
@@ -111,13 +112,16 @@ def files_of(name: str, search: Sequence[str], whole: bool = False) -> Files:
 
 
 def hooked(name: str) -> Files:
-    """The package of a module that only an import hook finds, e.g. an editable installation."""
-    top = name.partition(".")[0]
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return {}
-    return files_at(spec, top, whole=True) if spec and spec.has_location else {}
+    """The files of a top-level module or package that only an import hook finds, and that is not in
+    a folder of installed packages: that of an editable installation."""
+    for finder in sys.meta_path:
+        if finder in (BuiltinImporter, FrozenImporter, PathFinder):
+            continue
+        find_spec = getattr(finder, "find_spec", None)  # Python skips hooks without it
+        spec = find_spec(name, None) if find_spec and name else None
+        if spec and spec.has_location and not is_installed(spec.origin or ""):
+            return files_at(spec, name, whole=True)
+    return {}
 
 
 def files_at(spec: ModuleSpec, label: str, whole: bool) -> Files:
@@ -146,9 +150,10 @@ def imports(path: Path, label: str) -> set[str]:
     label: name of the file, to resolve relative imports.
     """
     try:
-        text = path.read_text(errors="replace").replace("\\\n", " ")
+        text = path.read_text(errors="replace")
     except OSError:
         return set()
+    text = re.sub(r"#.*", "", text).replace("\\\n", " ")
     names: set[str] = set()
     for dots, module, imported, plain in IMPORT.findall(text):
         if plain:

@@ -318,8 +318,9 @@ def test_each_command_is_first_in_two_of_four_rounds_at_random() -> None:
 
 
 def test_which_flags_may_differ_when_a_call_continues(out: Path) -> None:
-    """How runs are judged may change. The commands and the planned number of runs may not."""
-    flags = flags_of(out, "0.1 x", "0.1 x", "--allow-disturbed", "--runs", "2")
+    """How runs are judged may change. The commands and the planned number of runs may not. A
+    command may have several lines."""
+    flags = flags_of(out, "0.1 x", "0.1\n x", "--allow-disturbed", "--runs", "2")
     assert run("ab.py", *flags).returncode == 0
     for more in ("--margin 5%", "--max-runs 9", "--fail-on slower", "--format json"):
         assert run("ab.py", *flags, *more.split()).returncode == 0

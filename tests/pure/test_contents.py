@@ -1,6 +1,7 @@
 """common/contents.py: the files that a run depends on, and when their hash changes."""
 
 import sys
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from tests.process import ROOT
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a script, models and local modules."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "train.py", "import torch, helper\nfrom shapes import (\n    wide as w,\n)\n")
+    shapes = "from shapes import (  # (wide)\n    wide as w,\n)\n"
+    write(tmp_path, "train.py", f"import torch, helper  # import unused\n{shapes}")
     write(tmp_path, "helper.py", "import json\nif True: import deep.below.leaf as leaf, absent\n")
-    write(tmp_path, "shapes/wide.py", "from . import \\\n    narrow\nfrom .other import x\n")
+    write(tmp_path, "shapes/wide.py", "from . import \\\n    narrow\nfrom.other import x\n")
     write(tmp_path, "shapes/narrow.py", "this is no Python")
     write(tmp_path, "shapes/other.py", "x = 1\n")
     write(tmp_path, "deep/__init__.py", "")
@@ -62,6 +64,29 @@ def test_a_model_includes_its_package_and_is_not_imported(folder: Path) -> None:
     installed = contents.model("numpy.linalg", search)  # it was named explicitly
     assert "numpy/linalg/__init__.py" in installed
     assert not [name for name in installed if not name.startswith("numpy/")]
+
+
+def test_packages_of_editable_installations_are_followed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip install -e may install an import hook instead of a folder of sys.path."""
+    write(folder, "source/mine/__init__.py", "raise RuntimeError('imported')")
+    write(folder, "source/mine/nets.py", "import helper\n")
+    write(folder, "script.py", "from mine.nets import net\nimport numpy.linalg\n")
+
+    class Hook:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            init = folder / "source" / "mine" / "__init__.py"
+            return spec_from_file_location(name, init) if name == "mine" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])
+    package = {"mine/__init__.py", "mine/nets.py"}
+    files = contents.python_program(folder / "script.py", [str(folder), *sys.path])
+    assert set(files) >= {"script.py", *package, "helper.py"}
+    assert not [name for name in files if name.startswith("numpy")]
+    assert set(contents.model("mine.nets", sys.path)) >= package
+    assert "mine" not in sys.modules
 
 
 @pytest.mark.parametrize("edited", ["train.py", "deep/below/leaf.py", "shapes/other.py"])

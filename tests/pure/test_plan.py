@@ -53,6 +53,8 @@ def test_files_that_a_command_depends_on(folder: Path) -> None:
         "models/nets.py": "models/nets.py"
     }
     assert files(folder, "env -C there x train.py") == {"there/train.py": "there/train.py"}
+    nets = {"nets.py": "models/nets.py"}
+    assert files(folder, "env PYTHONPATH=models:path x -m nets") == nets
     assert files(folder, "x https://host:80/y -m torch.distributed.run") == {}
 
 
