@@ -50,6 +50,7 @@ from analysis.load import ENDINGS, Run, find, load
 from analysis.show import clean, join_distinct, one_line, put, show_table, show_time
 from analysis.verdicts import (
     MAX_RUNS,
+    WIDEST,
     Comparison,
     Design,
     Result,
@@ -168,8 +169,7 @@ def table_of(
     for result in [*comparison.cases, mean] if mean else comparison.cases:
         row = cells(result)
         if is_like_with_like:
-            change = result.smallest_change
-            row[-1] = "-" if change is None else f"{significant(100 * change, 2)}%"
+            row[-1] = show_change(result.smallest_change)
         rows.append(row)
     return header, rows
 
@@ -253,6 +253,14 @@ def show_ratio(ratio: float | None) -> str:
     return f"{factor} slower" if ratio > 1 else f"{factor} faster"
 
 
+def show_change(change: float | None) -> str:
+    """`3.1%`; `>200%` for a change by more than the factor beyond which no interval is shown."""
+    if change is None:
+        return "-"
+    most = WIDEST - 1
+    return f">{100 * most:g}%" if change > most else f"{significant(100 * change, 2)}%"
+
+
 def lines_below(comparison: Comparison) -> list[str]:
     """The lines below the table: verdicts, reasons, and the number of runs that may decide."""
     cases = comparison.cases
@@ -303,12 +311,17 @@ def fields_that_join(cases: Sequence[Result]) -> list[str]:
 
 def notes_like_with_like(comparison: Comparison) -> list[str]:
     """The meaning of the smallest change, and a warning if A differs from itself."""
-    count = max((len(case.base_s) for case in comparison.cases), default=0)
-    lines = [f"smallest change: {count} runs per side detect it in 9 of 10 comparisons"]
-    differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
+    cases = comparison.cases
+    count = max((len(case.base_s) for case in cases), default=0)
+    what = f"smallest change: {count} runs per side detect it in 9 of 10 comparisons"
+    caveats = dict.fromkeys(caveat for case in cases for caveat in case.caveats)
+    lines = [f"{what} [{', '.join(caveats)}]" if caveats else what]
+    reasons = Counter(case.reason for case in cases if case.reason and not case.enough)
+    lines += [f"{n} case{'s' * (n > 1)}: {reason}" for reason, n in reasons.items()]
+    differing = [case for case in cases if case.verdict in ("slower", "faster")]
     if differing:
-        cases = f"{len(differing)} case{'s' * (len(differing) > 1)}"
-        what = f"A differs significantly from itself in {cases}"
+        several = f"{len(differing)} case{'s' * (len(differing) > 1)}"
+        what = f"A differs significantly from itself in {several}"
         lines.append(f"warning: {what}, so the runs may not be independent; is the machine shared?")
     return lines
 

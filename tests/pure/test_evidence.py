@@ -232,6 +232,19 @@ def test_a_pair_counts_if_both_runs_had_the_same_load(
             assert ("slower [load not recorded]" in printed) == (a is None)
 
 
+def test_what_qualifies_the_smallest_change(tmp_path: Path) -> None:
+    """Of a command and itself, if the two runs of each pair had different loads."""
+    sides = [runs(tmp_path / "a", [1.0, 1.0]), runs(tmp_path / "b", [1.0, 2.0], others=[[1.0, 2]])]
+    base, test = (load([side]) for side in sides)
+    text = show(compare(base, test, Design(paired=True)), is_like_with_like=True)
+    assert "\n# 1 case: 2 usable pairs are needed, but there are 0\n" in f"{text}\n"
+    assert re.search(r"^no ddp .* no interval +>200%$", text, re.MULTILINE)
+    allowed = Design(paired=True, allow_disturbed=True)
+    text = show(compare(base, test, allowed), is_like_with_like=True)
+    assert "detect it in 9 of 10 comparisons [disturbed runs allowed]" in text
+    assert "usable pairs" not in text
+
+
 def test_the_load_of_other_nodes_may_be_unknown(tmp_path: Path) -> None:
     """--interleave measures only the load of this machine."""
     about: dict[str, Any] = {"environment": {"torch": "2", "num_nodes": 2, "hosts": ["a", "b"]}}
