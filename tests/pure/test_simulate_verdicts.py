@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from analysis.ab import order_of
 from tests.measure_verdicts import summary, upper_bound
 from tests.process import ROOT
-from tests.simulate_verdicts import by_ab, by_compare, share, under_load
+from tests.simulate_verdicts import by_ab, by_compare, is_called, judged, share, under_load
 
 LIMITS = {  # number of simulations, lower and upper limit of the rate
     "the interval contains the true ratio, if TEST varies 3 times as much | 95%": (100, 0.85, 1),
@@ -27,6 +29,24 @@ LIMITS = {  # number of simulations, lower and upper limit of the rate
 def test_error_rates(name: str) -> None:
     count, least, most = LIMITS[name]
     assert least <= share(name, count) <= most
+
+
+@pytest.mark.parametrize(("is_random", "least", "most"), [(True, 0, 0.15), (False, 0.4, 1)])
+def test_a_disturbance_with_a_period_of_4_runs(is_random: bool, least: float, most: float) -> None:
+    """Two of every four runs take 5% longer, and runs differ by 1%. The load is not known. With the
+    fixed order A B, B A, A B, ... and half of all phases, these are runs of the same command."""
+    rng, wrong, count = np.random.default_rng(0), 0, 100
+    for seed in range(count):
+        phase, started = int(rng.integers(4)), 0
+        times: dict[str, list[float]] = {"a": [], "b": []}
+        for n in range(1, 7):
+            fixed = ["a", "b"] if n % 2 else ["b", "a"]
+            for name in order_of(["a", "b"], n, seed) if is_random else fixed:
+                slower = 0.05 if (started + phase) % 4 < 2 else 0.0
+                times[name].append(slower + 0.01 * float(rng.normal()))
+                started += 1
+        wrong += is_called(judged(np.array(times["a"]), np.array(times["b"]), paired=True))
+    assert least <= wrong / count <= most
 
 
 @pytest.mark.parametrize("how", [by_ab, by_compare])
