@@ -35,7 +35,9 @@ class Hints(Observer):
         if self.bench.measured:  # otherwise keep the load of the run that measured the cases
             last_line["others"] = others
         measured_on, args = self.bench.report.environment, self.bench.args
-        passed = [case for case in self.bench.report.cases if not case.failed]
+        # the load of this run does not explain times that an earlier run measured
+        report = self.bench.report
+        passed = [case for case in report.cases if not (case.failed or report.is_earlier(case))]
         busy = others_text(measured_on["hosts"], others)
         crowded = crowded_text(measured_on["ranks"], others, node_of_each(measured_on))
         lines = hints(passed, args, busy, crowded, bool(others))
