@@ -274,7 +274,8 @@ def lines_below(comparison: Comparison) -> list[str]:
             f"cases with the same name have different keys; --ignore-key {fields} joins them"
         )
     if any(case.disturbed for case in cases):
-        remedy = "measure on an idle machine, or in pairs with ab.py"
+        in_pairs = "" if comparison.design.paired else ", or in pairs with ab.py"
+        remedy = f"measure on an idle machine{in_pairs}"
         lines.append(f"{remedy}; --allow-disturbed keeps disturbed runs")
     return lines + runs_that_decide(comparison)
 

@@ -30,7 +30,8 @@ A script and its flags are given as one quoted argument. If a script fails, the 
 
 After Ctrl-C, repeat the command to continue: cases that are in the reports are not measured again,
 except those of node_check. A script refuses to continue a report that was measured with different
-source files, environment variables or versions (status 2). In that case, choose another --out.
+source files, environment variables or versions; its message names the difference. Choose another
+--out then.
 
     --out FOLDER          folder for the reports and the page (default: suite)
     --flags "FLAG..."     flags for every script, e.g. "--max-seconds 1"

@@ -178,6 +178,7 @@ def test_disturbed_runs_are_left_out(tmp_path: Path) -> None:
     status, printed = gate(base, test)
     assert status == 4
     assert "2 usable runs per side are needed, but there are 0 of BASE and 0 of TEST" in printed
+    assert "\n# measure on an idle machine, or in pairs with ab.py; --allow-disturbed" in printed
     busy = r"# warning: left out: other processes used more than a tenth of the cores: \S+/00.jsonl"
     assert re.search(rf"{busy} \(1.9 of 2 cores\), \S+", printed)
     status, printed = gate(base, test, "--allow-disturbed")
@@ -227,6 +228,7 @@ def test_a_pair_counts_if_both_runs_had_the_same_load(
         assert gave == status
         if status == 4:
             assert "2 usable pairs are needed, but there are 0" in printed
+            assert "\n# measure on an idle machine; --allow-disturbed keeps" in printed
             assert "loaded the two runs of a pair differently: " in printed
         else:
             assert ("slower [load not recorded]" in printed) == (a is None)
