@@ -84,10 +84,15 @@ def test_a_resumed_run_marks_the_earlier_rows(bench: Callable[..., Any]) -> None
         False,
     ]
     # hints are about the row that this run measured: three samples have no interval
-    assert re.search(r"95 ?% interval missing \(-\) in 1 of 1 case:", run.out)
+    assert re.search(r"95% interval missing \(-\) in 1 of 1 case:", run.out)
     earlier, now = [text for text in run.out.splitlines() if "bytes take" in text]
     assert earlier.startswith("# measured 20")
     assert now.startswith("# all_reduce float32 sum: 32 bytes take ")
+    assert set(run.report.others) == {0, 1, 2}  # the load of each part
+    again = bench("benchmarks/collectives.py", *more, "--resume", ranks=1)
+    assert again.status == 0, again.err
+    assert "others" not in again.report.end  # it measured nothing
+    assert again.report.others == run.report.others
 
 
 @pytest.fixture
