@@ -1,5 +1,5 @@
-"""Measure the results that the pages quote again: docs/results and the picture in README.md. This
-takes 25 minutes and needs a quiet machine and a clean checkout.
+"""Measure the results that the pages quote again: docs/results, and the pictures in README.md and
+docs/p2p_matrix.md. This takes 30 minutes and needs a quiet machine and a clean checkout.
 
     make results                                # as root, for the tutorial's two nodes
     python tests/measure_results.py ddp_sweep   # one script, or several
@@ -24,12 +24,14 @@ from analysis.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-RANKS = {  # number of ranks; the other settings are the defaults
+RANKS = {  # number of ranks of a script, and of a script with FLAGS
     "batch_update_ps": 4,
     "checkpoint_sweep": 2,
     "compile_sweep": 2,
+    "compile_sweep_interleave": 2,
     "ddp_rpc": 4,
     "ddp_sweep": 2,
+    "ddp_sweep_interleave": 2,
     "input_sweep": 2,
     "node_check": 6,
     "p2p_matrix": 4,
@@ -38,7 +40,13 @@ RANKS = {  # number of ranks; the other settings are the defaults
     "rpc_latency": 2,
     "collectives": 2,
 }
-FLAGS = {"collectives": "-b 8 -e 64M -f 512"}
+FLAGS = {
+    "collectives": "-b 8 -e 64M -f 512",
+    "ddp_sweep_interleave": "--model mobilenet_v3_small --world-sizes 2 --bucket-size 25,0.1 "
+    "--comm-hook none,bf16 --interleave --max-seconds 10",
+    "compile_sweep_interleave": "--strategies ddp,fsdp1,fsdp2 --backends eager --interleave "
+    "--max-seconds 6",
+}
 PYTHON = shlex.quote(sys.executable)
 
 
@@ -52,7 +60,8 @@ def run(command: str) -> None:
 
 
 def script_command(name: str) -> str:
-    words = f"benchmarks/{name}.py {FLAGS.get(name, '')}".strip()
+    script = name.removesuffix("_interleave")
+    words = f"benchmarks/{script}.py {FLAGS.get(name, '')}".strip()
     report = f"{name}_cpu_{RANKS[name]}ranks.jsonl"
     return f"torchrun --nproc-per-node {RANKS[name]} {words} --json {report}"
 
@@ -64,10 +73,10 @@ def tutorial_commands() -> list[str]:
     return [line.removeprefix("sudo ") for line in lines if "--json" in line or "ab.py" in line]
 
 
-def draw_picture(report: Path) -> None:
-    """Draw samples/s over ranks of the second model, as report.py does."""
-    figure = draw(load([str(report)]))[1]
-    figure.savefig(ROOT / "docs" / "scaling.png", dpi=80, bbox_inches="tight")
+def draw_picture(report: str, number: int, picture: str) -> None:
+    """Draw a figure of a report as report.py does. number: of the figure."""
+    figure = draw(load([str(RESULTS / report)]))[number]
+    figure.savefig(ROOT / "docs" / picture, dpi=80, bbox_inches="tight")
 
 
 def measure(commands: list[str], to: Path) -> None:
@@ -91,8 +100,8 @@ def main() -> None:
             shutil.rmtree(RESULTS)
         kept = shutil.ignore_patterns("*.log", "*.txt")  # other files of ab.py
         shutil.copytree(new, RESULTS, ignore=kept, dirs_exist_ok=True)
-    if not names or "ddp_sweep" in names:
-        draw_picture(RESULTS / "ddp_sweep_cpu_2ranks.jsonl")
+    draw_picture("ddp_sweep_cpu_2ranks.jsonl", 1, "scaling.png")  # samples/s of the second model
+    draw_picture("p2p_matrix_cpu_4ranks.jsonl", 0, "links.png")  # all links
 
 
 if __name__ == "__main__":
