@@ -573,7 +573,7 @@ def heat_map(
             edge.set(clip_on=False, zorder=3)  # above the lines between hosts
             ax.add_patch(edge)
     if slow:
-        ax.set_title("outlined: slow according to the answer", fontsize=8)
+        ax.set_title("outlined: slow or possibly slow, according to the answer", fontsize=8)
     return figure
 
 

@@ -88,6 +88,25 @@ def test_slow_links_ranks_and_nodes_are_distinguished(
     assert [line.partition(":")[0] for line in lines] == names
 
 
+@pytest.mark.parametrize(("slow_gb_s", "names"), [(1.453, []), (0.5, ["slow rank 3"])])
+def test_links_without_an_interval_are_as_uncertain_as_their_drift(
+    slow_gb_s: float, names: list[str]
+) -> None:
+    """Four healthy ranks on two cores: three medians agree within 2% by chance, but the bandwidths
+    change by 12% between the halves of the run."""
+    measured = [
+        (0, 1, 2.370, 2.058, 0.141),
+        (0, 2, 2.016, 1.983, 0.046),
+        (0, 3, slow_gb_s * 1.178, slow_gb_s, 0.247),
+        (1, 2, 2.047, 2.017, 0.089),
+        (1, 3, slow_gb_s * 1.153, slow_gb_s * 1.255, 0.153),
+        (2, 3, slow_gb_s * 1.387, slow_gb_s * 1.492, 0.103),
+    ]
+    rows = [Link(a, b, 100, there, back, 2.0, None, drift) for a, b, there, back, drift in measured]
+    lines = sentences(links.slow_links(rows, [0] * 4, "rank", 5))
+    assert [line.partition(":")[0] for line in lines] == names
+
+
 def test_of_two_links_either_may_be_slow() -> None:
     rows = [Link(0, 2, 80, None, None, 4.0, 0.1), Link(1, 3, 80, None, None, 0.04, 0.1)]
     assert links.slow_links(rows, [0, 0, 1, 1], "rank", 5, margin=2.0) == {}
