@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -83,7 +83,7 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
     return interval_around_middle(x, half)
 
 
-def median_half_width(signs: NDArray[np.float64], tau: float, confidence: float) -> float:
+def median_half_width(signs: Samples, tau: float, confidence: float) -> float:
     """Return half the width of a median's interval, in samples: z sqrt(n tau) / 2.
 
     signs: [n] of the samples about their median, -1 to 1. tau: their autocorrelation time.
@@ -91,7 +91,7 @@ def median_half_width(signs: NDArray[np.float64], tau: float, confidence: float)
     return float(NormalDist().inv_cdf(0.5 + confidence / 2) * np.sqrt(len(signs) * tau) / 2)
 
 
-def interval_around_middle(samples: NDArray[np.float64], half: float) -> Interval | None:
+def interval_around_middle(samples: Samples, half: float) -> Interval | None:
     """Return the two samples of [n] that are `half` places below and above the middle, in order of
     size; None if there are too few."""
     n = len(samples)
@@ -143,15 +143,9 @@ def same_distribution(a: ArrayLike, b: ArrayLike) -> bool:
     return bool(abs(wins - pairs / 2) <= NormalDist().inv_cdf(0.975) * deviation)
 
 
-class Mode(NamedTuple):
-    """One of two modes: the median of its samples, and their share of all."""
-
-    time_s: float
-    share: float
-
-
-def modes(samples: ArrayLike) -> tuple[Mode, Mode] | None:
-    """Return the fast and the slow mode of times [n]; None if there is a single mode.
+def modes(samples: ArrayLike) -> list[tuple[float, float]]:
+    """Return the fast and the slow mode of times [n] in seconds, each as the median of its samples
+    and their share of all samples. Return [] if there is a single mode.
 
     The logarithms are split where the variance between the two sides is largest (Otsu 1979, IEEE
     Trans. SMC 9:62), with at least a tenth of the samples on each side. The sides are modes if
@@ -162,7 +156,7 @@ def modes(samples: ArrayLike) -> tuple[Mode, Mode] | None:
     n = len(x)
     least = max(MIN_MODE_SAMPLES, -(-n // 10))
     if n < 2 * least:
-        return None
+        return []
     cuts = np.arange(least, n - least + 1)  # number of samples on the fast side
     sums = np.cumsum(x)[cuts - 1]
     means_apart = (x.sum() - sums) / (n - cuts) - sums / cuts
@@ -170,17 +164,17 @@ def modes(samples: ArrayLike) -> tuple[Mode, Mode] | None:
     fast, slow = float(np.median(x[:cut])), float(np.median(x[cut:]))
     third = (slow - fast) / 3
     if 3 * third < np.log(MIN_MODE_RATIO):
-        return None
+        return []
 
     def near(center: float) -> int:
         return int(np.sum(np.abs(x - center) <= third / 2))
 
     if min(near(fast), near(slow)) < MIN_MODE_SAMPLES + 3 * near((fast + slow) / 2):
-        return None
-    return Mode(float(np.exp(fast)), cut / n), Mode(float(np.exp(slow)), 1 - cut / n)
+        return []
+    return [(float(np.exp(fast)), cut / n), (float(np.exp(slow)), 1 - cut / n)]
 
 
-def iteration_times(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]:
+def iteration_times(samples: ArrayLike, aligned: bool) -> Samples:
     """Return the time of each iteration on its slowest rank, [n]. samples: seconds [ranks, n].
 
     Ranks that do not wait for each other (not aligned) have no common iterations. Then all times
@@ -193,7 +187,7 @@ def iteration_times(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]:
     return np.asarray(x[slowest])
 
 
-def by_round(samples: ArrayLike, rounds: Sequence[int]) -> list[NDArray[np.float64]]:
+def by_round(samples: ArrayLike, rounds: Sequence[int]) -> list[Samples]:
     """Split samples [n] by round. rounds: iterations of each round, n in total."""
     return np.split(np.asarray(samples, dtype=np.float64), np.cumsum(rounds)[:-1])
 
@@ -250,13 +244,13 @@ class Times:
         self.samples_s, self.rounds = samples_s, rounds
         self.returned = returned  # an entry per rank: see Workload.returned
 
-    def each(self, name: str = "step") -> NDArray[np.float64]:
+    def each(self, name: str = "step") -> Samples:
         """Return the times of all ranks, [ranks, n]."""
         if name not in self.samples_s:
             raise KeyError(f"{name!r} was not timed; these were: {', '.join(self.samples_s)}")
         return np.asarray(self.samples_s[name], dtype=np.float64)
 
-    def slowest(self, name: str = "step") -> NDArray[np.float64]:
+    def slowest(self, name: str = "step") -> Samples:
         """Return the time of each iteration on its slowest rank, [n]."""
         return np.max(self.each(name), axis=0)
 

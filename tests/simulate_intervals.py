@@ -128,7 +128,7 @@ def reports_two_modes(factor: float, rng: Rng) -> bool:
     """Whether two modes are reported. 3 of 10 calls take `factor` times as long as the rest."""
     calls = np.exp(rng.normal(size=300) * (1.0 if factor == 1 else 0.25))
     calls[rng.random(300) < 0.3] *= factor
-    return modes(calls) is not None
+    return bool(modes(calls))
 
 
 # name -> function, how many times as long the slow rank or call takes (1: none is slow), threshold

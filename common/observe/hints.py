@@ -56,11 +56,9 @@ def launch_bound(case: Case) -> float | None:
 def two_modes(case: Case) -> list[str]:
     """Return a line if the step has two modes, such as 0.3 ms, and 3.6 ms for a call that waits for
     a core. The median then belongs to neither, or ignores one of them."""
-    both = modes(slowest_s(case))
-    if case.failed or not both:
-        return []
-    shown = [f"{show_seconds(mode.time_s)} ({mode.share:.0%})" for mode in both]
-    return [f"two modes: {', '.join(shown)}"]
+    both = [] if case.failed else modes(slowest_s(case))
+    shown = [f"{show_seconds(time_s)} ({share:.0%})" for time_s, share in both]
+    return [f"two modes: {', '.join(shown)}"] if shown else []
 
 
 def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes: list[int]) -> str:

@@ -132,11 +132,10 @@ def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the command that reads the traces of a case; [] if all were lost. traces: results of
     `after` by rank."""
     for rank, summary in traces.items():
-        if "lost" in summary:
-            continue
-        begin, _, end = summary["file"].rpartition(f"-rank{rank}.")
-        # the shell expands the pattern, so it is not quoted
-        return [f"traces of the last case; {analysis_command('trace.py', begin)}-rank*.{end}"]
+        if "lost" not in summary:
+            begin, _, end = summary["file"].rpartition(f"-rank{rank}.")
+            # the shell expands the pattern, so it is not quoted
+            return [f"traces of the last case; {analysis_command('trace.py', begin)}-rank*.{end}"]
     return []
 
 
