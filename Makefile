@@ -16,6 +16,6 @@ lint:
 	ruff check .
 	ruff format --check .
 	mypy common benchmarks analysis examples tests
-results: # repeat the measurements in docs/results, 30 minutes
+results: # repeat the measurements in docs/results, 20 minutes
 	python tests/measure_results.py
 .PHONY: results quick smoke faults launch gpu oldest cudalab all lint

@@ -1,12 +1,13 @@
 """Measure the results that the pages quote again: docs/results, and the pictures in README.md and
-docs/p2p_matrix.md. This takes 30 minutes and needs a quiet machine and a clean checkout.
+docs/p2p_matrix.md. This takes 20 minutes and needs a quiet machine and a clean checkout.
 
     make results                                # as root, for the tutorial's two nodes
     python tests/measure_results.py ddp_sweep   # one script, or several
 
 The reports of the scripts come from the commands below, and those of the tutorial from the commands
-on its page. Old reports are removed last, so that new ones record the version of a clean checkout.
-Afterwards, update the outputs on the pages: tests compare them with the reports.
+on its page. They replace the old ones last, so that new ones record the version of a clean
+checkout. Traces (docs/results/profile) are not recorded again. Afterwards, update the outputs on
+the pages: tests compare them with the reports.
 """
 
 import re
@@ -97,11 +98,11 @@ def main() -> None:
         measure([script_command(name) for name in names or RANKS], new)
         if not names:
             measure(tutorial_commands(), new / "tutorial")
-            shutil.rmtree(RESULTS)
+            shutil.rmtree(RESULTS / "tutorial")
         kept = shutil.ignore_patterns("*.log", "*.txt")  # other files of ab.py
         shutil.copytree(new, RESULTS, ignore=kept, dirs_exist_ok=True)
     draw_picture("ddp_sweep_cpu_2ranks.jsonl", 1, "scaling.png")  # samples/s of the second model
-    draw_picture("p2p_matrix_cpu_4ranks.jsonl", 0, "links.png")  # all links
+    draw_picture("p2p_matrix_cpu_4ranks.jsonl", 1, "links.png")  # bandwidth of all links
 
 
 if __name__ == "__main__":
