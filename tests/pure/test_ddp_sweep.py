@@ -193,8 +193,8 @@ def test_by_default_ddp_chooses_its_buckets() -> None:
     setting = ddp_sweep.Setting("default", "bf16")
     assert (setting.label, setting.text) == ("default bf16", "default buckets with bf16")
     assert setting.buckets == "DDP's default buckets with bf16"
-    key = {"ddp": True, "settings": "default none, 0.1MB bf16"}
-    assert ddp_sweep.settings_of(key) == [("default", "none"), (0.1, "bf16")]
+    mixed = {"ddp": True, "settings": "default none, 0.1MB bf16"}
+    assert ddp_sweep.settings_of(mixed) == [("default", "none"), (0.1, "bf16")]
 
 
 def test_settings_of_a_key_and_cases_of_interleave() -> None:
