@@ -7,6 +7,7 @@ do not show how much two runs of the same program differ. docs/compare.md states
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import exp, log, log1p, sqrt
 from statistics import fmean
 from typing import Any
@@ -36,6 +37,7 @@ Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run 
 ALPHA = 0.05  # error rate, two-sided
 POWER = 0.9  # probability with which the smallest change is detected
 MAX_RUNS = 100  # a larger number of runs is never recommended
+MOST_SEARCHED = 100  # cases of each side that are searched for the two most similar ones
 WIDEST = 3.0  # an interval that extends beyond its ratio by a larger factor is not printed
 UNEXPLAINED = 5.0  # a change by a larger factor is reported even if the runs were disturbed
 MIN_FOR_OUTLIERS = 5  # outliers are reported on a side with at least this number of runs
@@ -225,17 +227,18 @@ def warning_of_order(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
 
 
 def why_no_common_case(base: Sequence[Run], test: Sequence[Run]) -> str:
-    """How the sides differ: in their benchmarks, or in the keys of the two most similar cases."""
+    """How the sides differ: in their benchmarks, or in the keys of the two most similar cases among
+    the first MOST_SEARCHED of each side."""
     benchmarks = [join_distinct(run.benchmark for run in runs) for runs in (base, test)]
     if benchmarks[0] != benchmarks[1]:
         return f"BASE has {benchmarks[0]}, TEST has {benchmarks[1]}"
-    ours, theirs = next(iter(rows_of(base)), None), rows_of(test)
+    ours, theirs = rows_of(base)[:MOST_SEARCHED], rows_of(test)[:MOST_SEARCHED]
     if not ours or not theirs:
         return "BASE has no case" if theirs else "TEST has no case"
-
-    closest = min(theirs, key=lambda row: len(differing_fields(ours.key, row.key)))
-    names = differing_fields(ours.key, closest.key)  # not empty, since no case is on both sides
-    pairs = [(name, ours.key.get(name), closest.key.get(name)) for name in names[:3]]
+    keys = ((a.key, b.key) for a, b in product(ours, theirs))
+    mine, other = min(keys, key=lambda pair: len(differing_fields(*pair)))
+    names = differing_fields(mine, other)  # not empty, since no case is on both sides
+    pairs = [(name, mine.get(name), other.get(name)) for name in names[:3]]
     shown = ", ".join(f"{name} ({a} in BASE, {b} in TEST)" for name, a, b in pairs)
     return f"the keys differ in {shown}; --ignore-key {','.join(names)} joins these cases"
 
