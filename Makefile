@@ -8,14 +8,14 @@ smoke faults launch gpu oldest:
 cudalab: # CUDA and NCCL code on an emulation, then the lines of it that no test has executed
 	rm -f tests/cudalab/.build/lines
 	mkdir -p tests/cudalab/.build
-	CUDALAB_COVER="$(CURDIR)/tests/cudalab/.build/lines:benchmarks,common,examples" \
+	CUDALAB_COVER="$(CURDIR)/tests/cudalab/.build/lines:benchmarks,common,harness,examples" \
 		$(PYTEST) -n 2 -m $@ tests/test_cudalab.py
 	python tests/cudalab_lines.py tests/cudalab/.build/lines
 all: quick smoke faults launch
 lint:
 	ruff check .
 	ruff format --check .
-	mypy common benchmarks analysis examples tests
+	mypy common harness benchmarks analysis examples tests
 results: # repeat the measurements in docs/results, 20 minutes
 	python tests/measure_results.py
 .PHONY: results quick smoke faults launch gpu oldest cudalab all lint

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from common import cli  # first: it reports a missing package
+from harness import cli  # first: it reports a missing package
 
 
 def end_interrupted(

@@ -59,16 +59,25 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis import as_json, step_logs
-from analysis.commands import Command, ending_children, open_plan, run_round, seed_of
 from analysis.compare import add_verdict_flags, as_pair, exit_status, format_comparison, show
-from analysis.evidence import UNEQUAL_LOAD
-from analysis.load import load
-from analysis.plan import Verdict
-from analysis.race import Compared, Race, against_the_best, conclusions, design_of, overall, sides
+from analysis.logs import step_logs
+from analysis.runs import as_json
+from analysis.runs.commands import Command, ending_children, open_plan, run_round, seed_of
+from analysis.runs.evidence import UNEQUAL_LOAD
+from analysis.runs.load import load
+from analysis.runs.plan import Verdict
+from analysis.runs.race import (
+    Compared,
+    Race,
+    against_the_best,
+    conclusions,
+    design_of,
+    overall,
+    sides,
+)
+from analysis.runs.verdicts import Comparison, Result, compare
 from analysis.show import one_line, put
-from analysis.verdicts import Comparison, Result, compare
-from common.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
+from harness.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
 
 Commands = dict[str, Command]  # by name; the first one is A
 

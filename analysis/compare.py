@@ -45,10 +45,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis import as_json, step_logs
-from analysis.load import ENDINGS, Run, find, load
-from analysis.show import clean, join_distinct, one_line, put, show_table, show_time
-from analysis.verdicts import (
+from analysis.logs import step_logs
+from analysis.runs import as_json
+from analysis.runs.load import ENDINGS, Run, find, load
+from analysis.runs.verdicts import (
     MAX_RUNS,
     WIDEST,
     Comparison,
@@ -59,8 +59,9 @@ from analysis.verdicts import (
     geometric_mean,
     warning_of_order,
 )
-from common.cli import Parser, checked, fraction, list_of, refuse
-from common.report import significant
+from analysis.show import clean, join_distinct, one_line, put, show_table, show_time
+from harness.cli import Parser, checked, fraction, list_of, refuse
+from harness.report import significant
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")

@@ -24,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import find, load, numbers
+from analysis.runs.load import find, load, numbers
 from analysis.show import canonical, one_line, put, unit_of
-from common import report
-from common.cli import Parser, list_of, suggest
+from harness import report
+from harness.cli import Parser, list_of, suggest
 
 Rows = list[dict[str, Any]]
 SETTING = ("dtype", "bucket_size_mb", "comm_hook")  # PyTorch's format stores one per report

@@ -40,20 +40,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
 from analysis.compare import add_design_flags, add_side_flags
-from analysis.differences import (
+from analysis.pages.figures import draw
+from analysis.pages.page import Section, Table, as_page, hide_folders, name_reports
+from analysis.pages.versus import compare_folder, compare_sides, is_folder, read_folder
+from analysis.runs.differences import (
     describe_environment,
     differences,
     parts_of,
     resumed_text,
 )
-from analysis.evidence import by_reason, is_disturbed, load_text, unusable
-from analysis.figures import draw
-from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
-from analysis.page import Section, Table, as_page, hide_folders, name_reports
-from analysis.versus import compare_folder, compare_sides, is_folder, read_folder
-from common.cli import Parser, cut, refuse, refuse_foreign, show_size
-from common.report import Estimate, digits_of, significant
+from analysis.runs.evidence import by_reason, is_disturbed, load_text, unusable
+from analysis.runs.load import (
+    Row,
+    Run,
+    Value,
+    by_benchmark,
+    find,
+    load,
+    number_of,
+    rows_of,
+    values_of,
+)
 from common.stats import median
+from harness.cli import Parser, cut, refuse, refuse_foreign, show_size
+from harness.report import Estimate, digits_of, significant
 
 FRACTIONS = (
     *("_rel", "efficiency", "overlap", "mfu", "spread"),

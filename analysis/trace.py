@@ -27,13 +27,13 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis import bandwidth, calls, kineto  # first: it reports a missing package
-from analysis.bandwidth import Row
-from analysis.calls import Group, Waiting
-from analysis.kineto import Activity, Cover, Span, Step, Trace, union
 from analysis.show import DAMAGE, clean, put, show_table
-from common import cli, report
+from analysis.traces import bandwidth, calls, kineto  # first: it reports a missing package
+from analysis.traces.bandwidth import Row
+from analysis.traces.calls import Group, Waiting
+from analysis.traces.kineto import Activity, Cover, Span, Step, Trace, union
 from common.stats import collective_times
+from harness import cli, report
 
 # isort: split
 from tqdm import tqdm

@@ -37,8 +37,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
-from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
+from harness import cli
+from harness.cli import Parser, add_common_flags, list_of, positive_int, refuse
 
 cli.report_missing_packages()
 
@@ -54,14 +54,14 @@ from benchmarks.workloads.check import verdict
 from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
-from common.benchmark import Benchmark, Key, Planned
-from common.environment import count_of
 from common.groups import Group, Job
-from common.report import Case
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
 from common.stats import Times
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
+from harness.benchmark import Benchmark, Key, Planned
+from harness.environment import count_of
+from harness.report import Case
 
 PAYLOADS = ("module", "tensors")
 SIZES = {  # by flag: default, help

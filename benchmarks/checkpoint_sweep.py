@@ -42,7 +42,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -69,12 +69,12 @@ from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, ran
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.settings import SEQUENTIAL
-from common.benchmark import Benchmark, Key, Planned
 from common.groups import NO_TIMEOUT, Group, barrier_before_new_group, broadcast
-from common.report import Case, Estimate
 from common.stats import Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import RankTimes, Workload, rule_reached
+from harness.benchmark import Benchmark, Key, Planned
+from harness.report import Case, Estimate
 
 IDLE_STEPS = 4  # steps timed before an asynchronous checkpoint, while nothing is saved
 FROM_DISK = 0.9  # minimum share of the state that a load `from disk` reads from the device

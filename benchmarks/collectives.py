@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -52,13 +52,13 @@ from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
-from common.benchmark import Answer, Benchmark, Key, Planned
-from common.environment import count_of, node_of_each
 from common.groups import Group, Job, barrier_before_new_group, connect
-from common.report import UNCHECKED, Case, Estimate
 from common.stats import Implausible, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
+from harness.benchmark import Answer, Benchmark, Key, Planned
+from harness.environment import count_of, node_of_each
+from harness.report import UNCHECKED, Case, Estimate
 
 Groups = list[list[int]]  # the ranks of each group
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")

@@ -56,7 +56,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -96,13 +96,13 @@ from benchmarks.workloads.settings import (
     split_case,
 )
 from benchmarks.workloads.training import training_metrics
-from common.benchmark import Benchmark, Key, Planned
-from common.environment import count_of
 from common.groups import Group, Job, broadcast
-from common.report import Case
 from common.stats import Times, drop_wide_interval
 from common.table import Columns, ends, metric, relative
 from common.timing import Workload, time_block
+from harness.benchmark import Benchmark, Key, Planned
+from harness.environment import count_of
+from harness.report import Case
 
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
 # of a loss, relative to that of the first step; torch's default may include TF32

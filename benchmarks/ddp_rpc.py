@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
-from common.cli import Parser, add_common_flags, list_of, number, positive_int
+from harness import cli
+from harness.cli import Parser, add_common_flags, list_of, number, positive_int
 
 cli.report_missing_packages()
 
@@ -56,13 +56,13 @@ from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.phases import Phases, Stamps, pool
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
-from common.benchmark import Benchmark, Key, Planned
 from common.groups import Group, Job
-from common.report import Case
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
 from common.stats import Times, median, percentiles
 from common.table import Columns, Table, fitted, metric, relative
 from common.timing import Workload
+from harness.benchmark import Benchmark, Key, Planned
+from harness.report import Case
 
 PHASES = ("lookup", "forward", "backward", "step")
 # settings of the check against a single process; rounding in float32 could hide a lost gradient

@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -77,13 +77,13 @@ from benchmarks.workloads.settings import (
     split_case,
 )
 from benchmarks.workloads.training import breakdown, training_metrics
-from common.benchmark import Benchmark, Key, Planned
-from common.environment import count_of
 from common.groups import Group, Job, broadcast
-from common.report import Case, show_seconds
 from common.stats import Implausible, Times
 from common.table import Columns, ends, metric, relative
 from common.timing import Workload
+from harness.benchmark import Benchmark, Key, Planned
+from harness.environment import count_of
+from harness.report import Case, show_seconds
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # quick on a laptop, with small images

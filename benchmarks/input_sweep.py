@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -61,13 +61,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks.workloads.check import compare_replicas, digest, verdict
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.training import straggler, training_metrics
-from common.benchmark import Benchmark, Key, Planned
-from common.environment import count_of
 from common.groups import Group, Job, broadcast
-from common.report import Case
 from common.stats import Times, drop_wide_interval
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
+from harness.benchmark import Benchmark, Key, Planned
+from harness.environment import count_of
+from harness.report import Case
 
 CLASSES = 10  # of generated images
 FILE_PIXELS = 400  # width and height of generated images
@@ -540,7 +540,7 @@ def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
 def main() -> int:
     args = parse_args()
     # modules that each worker needs are imported once, in the fork server
-    modules = ["torchvision.datasets.folder", "torchvision.transforms.v2", "common.benchmark"]
+    modules = ["torchvision.datasets.folder", "torchvision.transforms.v2", "harness.benchmark"]
     set_forkserver_preload(modules)
     with Benchmark("input_sweep", args) as bench:
         images = f"images of {args.data}" if args.data else "generated images"

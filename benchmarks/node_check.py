@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -80,9 +80,13 @@ from benchmarks.workloads.outliers import (
     sentences,
 )
 from benchmarks.workloads.ranks import ranks_by_node
-from common.benchmark import LOAD_UNKNOWN, Benchmark, Build, Derive, Key, Planned, check_flags
-from common.cpu_load import Others
-from common.environment import (
+from common.groups import Group, Job, barrier_before_new_group, broadcast, connect
+from common.stats import Times, by_round, median
+from common.table import Cell, Columns, metric, relative
+from common.timing import STEP, Step, Workload
+from harness.benchmark import LOAD_UNKNOWN, Benchmark, Build, Derive, Key, Planned, check_flags
+from harness.cpu_load import Others
+from harness.environment import (
     count_of,
     lacking,
     node_names,
@@ -90,11 +94,7 @@ from common.environment import (
     occupied,
     rank_names,
 )
-from common.groups import Group, Job, barrier_before_new_group, broadcast, connect
-from common.report import Case, Report, significant
-from common.stats import Times, by_round, median
-from common.table import Cell, Columns, metric, relative
-from common.timing import STEP, Step, Workload
+from harness.report import Case, Report, significant
 
 Teams = list[list[int]]  # the ranks of each node, or of each rail
 

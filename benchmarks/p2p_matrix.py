@@ -46,7 +46,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -68,11 +68,11 @@ from benchmarks.workloads.links import (
 )
 from benchmarks.workloads.outliers import MARGIN, SIGMAS, Findings, Names, sentences
 from benchmarks.workloads.ranks import partition
-from common.benchmark import LOAD_UNKNOWN, Benchmark, Key, folded
-from common.cpu_load import Others
-from common.environment import count_of, node_names, node_of_each, rank_names
-from common.report import Case, significant
 from common.table import percent
+from harness.benchmark import LOAD_UNKNOWN, Benchmark, Key, folded
+from harness.cpu_load import Others
+from harness.environment import count_of, node_names, node_of_each, rank_names
+from harness.report import Case, significant
 
 LARGEST_MATRIX = 32  # members; with more, only the worst links are printed
 WORST = 20  # number of links that are printed then

@@ -40,7 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 # Set before torch is imported: otherwise c10d's warnings about a pipeline's first sends interrupt
 # the table.
@@ -82,12 +82,12 @@ from benchmarks.workloads.reference import (
 from benchmarks.workloads.room import check_room, sharers
 from benchmarks.workloads.settings import SEQUENTIAL
 from benchmarks.workloads.training import straggler, training_metrics
-from common.benchmark import Benchmark, Key, Planned
 from common.groups import Group, Job, broadcast
-from common.report import Case, show_seconds
 from common.stats import Implausible, Times
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
+from harness.benchmark import Benchmark, Key, Planned
+from harness.report import Case, show_seconds
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to that of the first step
 # Peak TFLOP/s in fp32 and bf16 of dense matrix products accumulated in fp32, from NVIDIA's

@@ -50,8 +50,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
-from common.cli import Parser, PerDevice, add_common_flags, checked, cut, list_of, number, refuse
+from harness import cli
+from harness.cli import Parser, PerDevice, add_common_flags, checked, cut, list_of, number, refuse
 
 cli.report_missing_packages()
 
@@ -78,15 +78,15 @@ from benchmarks.workloads.phases import (
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from benchmarks.workloads.training import training_metrics
-from common.benchmark import Benchmark, Key, Planned
-from common.environment import count_of
 from common.groups import Group, Job
 from common.join import world
-from common.report import Case
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
 from common.stats import Times, iteration_times, median
 from common.table import Columns, metric, relative
 from common.timing import Workload
+from harness.benchmark import Benchmark, Key, Planned
+from harness.environment import count_of
+from harness.report import Case
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
 SERVERS = ("running", "batch")

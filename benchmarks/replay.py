@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -57,13 +57,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from benchmarks.workloads import operations
 from benchmarks.workloads.operations import Member, Operation
 from benchmarks.workloads.room import check_room
-from common.benchmark import Benchmark, Key
-from common.environment import count_of
 from common.groups import Group, Job, barrier_before_new_group, broadcast, connect, gather
-from common.report import Case, show_seconds
 from common.stats import Times, drop_wide_interval, median, percentiles
 from common.table import Columns, ends, metric, relative
 from common.timing import STEP, Step, Workload
+from harness.benchmark import Benchmark, Key
+from harness.environment import count_of
+from harness.report import Case, show_seconds
 
 # The rank in the name of a file: fr_0.json, nccl_trace_rank_0, rank0_trace.json.gz,
 # rank-0.Apr_03.json.gz; also after the name of a host, as in nccl_trace_rank_node2_5

@@ -45,8 +45,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
-from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
+from harness import cli
+from harness.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 
 cli.report_missing_packages()
 
@@ -62,13 +62,13 @@ from benchmarks.workloads.check import verdict
 from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
-from common.benchmark import Benchmark, Key, Planned
 from common.groups import Group, Job
-from common.report import Case, Estimate, significant
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
 from common.stats import Times
 from common.table import Cell, Columns, Table, metric, number_of, relative
 from common.timing import Workload
+from harness.benchmark import Benchmark, Key, Planned
+from harness.report import Case, Estimate, significant
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**26]  # bytes

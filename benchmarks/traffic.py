@@ -39,7 +39,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from harness import cli
 
 cli.report_missing_packages()
 
@@ -66,10 +66,7 @@ from benchmarks.workloads.meshes import (
 )
 from benchmarks.workloads.operations import OPERATIONS
 from benchmarks.workloads.room import free_on_host
-from common.benchmark import folded, report_lines, terminal_width
-from common.environment import count_of
 from common.groups import Group, Job
-from common.report import Case, Estimate, Report, load
 from common.stats import (
     IsolatedTimes,
     Layout,
@@ -80,6 +77,9 @@ from common.stats import (
     total,
 )
 from common.table import Cell, Columns, ends, metric, render
+from harness.benchmark import folded, report_lines, terminal_width
+from harness.environment import count_of
+from harness.report import Case, Estimate, Report, load
 
 if TYPE_CHECKING:
     from benchmarks.workloads.axes import Trainer

@@ -24,7 +24,7 @@ import torch.distributed as dist
 # (torch 2.15). Importing it here, before there is a group, avoids that.
 import torch.distributed.nn.functional
 
-from common.cli import describe, exit_now, write
+from harness.cli import describe, exit_now, write
 
 # Of the control group. Ranks outside a case wait there until it ends; the watchdog ends hangs.
 NO_TIMEOUT = timedelta(days=30)

@@ -21,8 +21,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, cut, exit_now, read_launchers, refuse, suggest
 from common.groups import NO_TIMEOUT, Job, local_rank
+from harness.cli import HANG, cut, exit_now, read_launchers, refuse, suggest
 
 LOOPBACK = "127.0.0.1"
 LEAST_FILES = 32  # opened by a rank, and 2 more per rank: torch's files, and sockets of two groups

@@ -16,11 +16,11 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from common.benchmark import Benchmark
-from common.cli import checked, list_of, refuse
-from common.environment import count_of
 from common.groups import broadcast, end_on_lost_peer, gather
 from common.join import raise_file_limit
+from harness.benchmark import Benchmark
+from harness.cli import checked, list_of, refuse
+from harness.environment import count_of
 
 # at import, because scripts use rpc.functions as decorators, and these are missing then as well
 if not hasattr(rpc, "TensorPipeAgent"):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from common.cli import show_size
-from common.report import Case, Estimate, Report
+from harness.cli import show_size
+from harness.report import Case, Estimate, Report
 
 Interval = tuple[float, float]
 Samples = NDArray[np.float64]

@@ -6,7 +6,7 @@ from typing import Any
 
 import tabulate
 
-from common.report import Case, Estimate
+from harness.report import Case, Estimate
 
 Columns = dict[str, Callable[[Case], str]]  # header of a column -> function from a case to a cell
 

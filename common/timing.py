@@ -57,7 +57,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class StopRule:
-    """Decides when a case has been timed for long enough; see the flags of common/cli.py."""
+    """Decides when a case has been timed for long enough; see the flags of harness/cli.py."""
 
     warmup_iters: int = 5
     iters: int | None = None

@@ -145,14 +145,14 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
 @pytest.fixture
 def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
-    """bench("benchmarks/x.py", *flags, timeout=240, json=True, ...) -> Run; other options as
+    """bench("benchmarks/x.py", *flags, timeout=500, json=True, ...) -> Run; other options as
     `start`.
 
     json: add --json to the flags. tests/quotients.py checks each ratio that a script prints.
     """
 
     def run(
-        script: str, *flags: str, timeout: float = 240, json: bool = True, **options: Any
+        script: str, *flags: str, timeout: float = 500, json: bool = True, **options: Any
     ) -> Run:
         path = tmp_path / "a folder" / "report.jsonl"
         path.parent.mkdir(exist_ok=True)

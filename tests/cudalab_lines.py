@@ -53,7 +53,7 @@ def about_cuda(path: Path) -> set[int]:
 
 
 def main(file: str) -> int:
-    folders = (ROOT / "benchmarks", ROOT / "common", ROOT / "examples")
+    folders = (ROOT / "benchmarks", ROOT / "common", ROOT / "harness", ROOT / "examples")
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
     sources = [path for path in sources if path.name != "traffic.py"]  # it uses no device
     missed = cudalab_cover.unreached(Path(file), sources)

@@ -65,8 +65,9 @@ def is_same(entry: dict[str, Any], case: Any) -> bool:
 def recorded(recording: dict[str, Any]) -> Iterator[None]:
     """A job with the number of ranks of the recording, of which only this one exists. Nothing is
     built, timed or sent."""
-    from common import benchmark, environment, groups, rpc
-    from common.observe import hints, node  # noqa: F401 - with the real gather
+    from common import groups, rpc
+    from harness import benchmark, environment
+    from harness.observe import hints, node  # noqa: F401 - with the real gather
 
     size = recording["world_size"]
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])

@@ -43,12 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import batch_update_ps, compile_sweep, ddp_rpc, ddp_sweep, parameter_server
 from benchmarks.workloads.phases import interval_of_rounds
 from benchmarks.workloads.roles import split_roles
-from common import cli
 from common.groups import Group, GroupCache, Job
 from common.join import join
-from common.report import Estimate
 from common.rpc import Roles
 from common.timing import Step, StopRule, TimedLoop, Workload
+from harness import cli
+from harness.report import Estimate
 from tests import plain_loops
 
 ROUNDS = 6

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from common.report import Report, load
+from harness.report import Report, load
 
 ROOT = Path(__file__).resolve().parents[1]
 INJECT = str(ROOT / "tests" / "inject.py")
@@ -86,7 +86,7 @@ class Process:
                     found.setdefault(int(rank), process)
         return found
 
-    def until(self, what: Callable[[], Any], seconds: float = 60) -> Any:
+    def until(self, what: Callable[[], Any], seconds: float = 300) -> Any:
         """Wait until `what` returns a true value and return it; otherwise the test fails."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

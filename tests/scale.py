@@ -33,10 +33,10 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
-from common.benchmark import Benchmark, Key
 from common.groups import Group
 from common.timing import RankTimes, Workload
+from harness import cli
+from harness.benchmark import Benchmark, Key
 
 NAMES = ("new_group", "first case", "next case", "nothing timed")
 ROUNDS = 8  # the first is a warm-up

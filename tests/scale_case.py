@@ -22,10 +22,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.training import breakdown, training_metrics
-from common.benchmark import Benchmark, RankResult
-from common.report import Case, Report
 from common.stats import Times, rounded
 from common.timing import RankTimes
+from harness.benchmark import Benchmark, RankResult
+from harness.report import Case, Report
 
 SPLIT = "local compute"
 

@@ -28,9 +28,9 @@ from benchmarks import node_check
 from benchmarks.node_check import Judgement
 from benchmarks.workloads.links import Link, drift_of, rounds_of, slow_links, widest
 from benchmarks.workloads.outliers import SIGMAS, Component
-from common.cpu_load import BUSY, Others
-from common.report import Case
 from common.stats import median
+from harness.cpu_load import BUSY, Others
+from harness.report import Case
 
 RANKS, CORES = 8, 2
 SLOW = 3  # the rank or node that is slow, if any

@@ -24,9 +24,9 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.ab import lost_pairs, order_of, planned_looks
-from analysis.load import Row, Run
-from analysis.race import Race
-from analysis.verdicts import Comparison, Design, Result, compare, judge_all
+from analysis.runs.load import Row, Run
+from analysis.runs.race import Race
+from analysis.runs.verdicts import Comparison, Design, Result, compare, judge_all
 
 NOISE, RHO = 0.03, 0.8
 SCATTER = 0.01  # of the times of runs under load, as a standard deviation of their logarithms

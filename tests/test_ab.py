@@ -1,4 +1,4 @@
-"""analysis/ab.py --interleave with real runs: its pipes, and turns in common/benchmark.py."""
+"""analysis/ab.py --interleave with real runs: its pipes, and turns in harness/benchmark.py."""
 
 import shlex
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.report import load
+from harness.report import load
 from tests.process import ROOT, environment
 
 # groups of one rank each, so that the cases do not depend on the number of ranks

@@ -73,7 +73,7 @@ def test_a_terminal_shows_the_case_and_the_remaining_time() -> None:
         with contextlib.suppress(OSError):  # the other end is closed
             while True:
                 shown += os.read(ours, 4096)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=500)
     os.close(ours)
     assert process.returncode == 0, out
     assert re.search(rb"case 1 of 2: all_reduce .*64 .*: ", shown)

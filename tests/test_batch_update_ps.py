@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks import batch_update_ps
-from common.report import Case
 from common.stats import Times
+from harness.report import Case
 
 SCRIPT = "benchmarks/batch_update_ps.py"
 SHORT = ("--iters", "12", "--warmup-iters", "1", "--device", "cpu", "--straggler-timeout", "2")

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.report import load
+from harness.report import load
 from tests.process import ROOT, Process, Warm, environment, free_port
 
 pytestmark = pytest.mark.smoke

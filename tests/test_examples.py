@@ -45,7 +45,16 @@ def test_imports_and_shared_functions() -> None:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main":
                 texts.setdefault(node.name, set()).add(ast.get_source_segment(source, node) or "")
         modules = set(re.findall(r"^ *(?:import|from) (\w+)", source, re.MULTILINE))
-        foreign = {"analysis", "benchmarks", "common", "examples", "numpy", "scipy", "tests"}
+        foreign = {
+            "analysis",
+            "benchmarks",
+            "common",
+            "harness",
+            "examples",
+            "numpy",
+            "scipy",
+            "tests",
+        }
         assert modules & foreign == set(), path
     assert [name for name, versions in texts.items() if len(versions) > 1] == []
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.report import load
+from harness.report import load
 from tests.process import ROOT, environment
 
 SCRIPT = "benchmarks/ddp_sweep.py"
@@ -146,7 +146,7 @@ def test_resume_after_all_was_killed(waiting: Any, bench: Callable[..., Any]) ->
     ranks = process.ranks()
     process.parts[0].kill()
     ranks[0].kill()
-    _, alive = psutil.wait_procs(ranks.values(), timeout=20)
+    _, alive = psutil.wait_procs(ranks.values(), timeout=500)
     assert not alive
     process.stop()
     with path.open("a") as file:
@@ -166,7 +166,7 @@ def test_a_signal(waiting: Any, number: signal.Signals, to_ranks: bool) -> None:
     for each in ranks.values() if to_ranks else process.parts * 2:
         each.send_signal(number)
     assert process.wait(45) != 0
-    _, alive = psutil.wait_procs(ranks.values(), timeout=20)  # twice: torchrun may end before them
+    _, alive = psutil.wait_procs(ranks.values(), timeout=500)  # twice: torchrun may end before them
     assert not alive
     named = number.name if to_ranks else "SIG(INT|TERM)"
     assert re.search(f"{named}: ended after 1 case, saved in ", process.err), process.err
@@ -248,7 +248,7 @@ def test_a_read_only_folder_and_python_with_safe_path(tmp_path: Path) -> None:
     folder.mkdir(mode=0o555)
     command = [sys.executable, "-P", str(ROOT / "benchmarks/collectives.py"), "-b64", "-e64"]
     done = subprocess.run(
-        command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=240
+        command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert "Out of bounds values : 0 OK" in done.stdout

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.report import load
+from harness.report import load
 from tests.process import ROOT, Warm, environment, free_port
 
 pytestmark = pytest.mark.smoke

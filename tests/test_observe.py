@@ -1,4 +1,4 @@
-"""Measuring does not depend on common/observe/, which may be deleted, or fail."""
+"""Measuring does not depend on harness/observe/, which may be deleted, or fail."""
 
 import shutil
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from common import benchmark
-from common.report import Case
 from common.timing import RankTimes
+from harness import benchmark
+from harness.report import Case
 from tests.process import ROOT
 
 FLAGS = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
@@ -22,7 +22,7 @@ SHORT = (*FLAGS, "--iters", "2", "--world-sizes", "2", "--no-breakdown")
 def test_the_same_cases_are_written_without_the_folder(
     bench: Callable[..., Any], tmp_path: Path
 ) -> None:
-    for folder in ("benchmarks", "common"):
+    for folder in ("benchmarks", "common", "harness"):
         shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
     written = []
     for _ in range(2):
@@ -30,7 +30,7 @@ def test_the_same_cases_are_written_without_the_folder(
         assert run.status == 0, run.err
         cases = run.report.cases
         written.append([(c.key, c.name, c.table, list(c.metrics), c.check) for c in cases])
-        shutil.rmtree(tmp_path / "checkout" / "common" / "observe", ignore_errors=True)
+        shutil.rmtree(tmp_path / "checkout" / "harness" / "observe", ignore_errors=True)
     with_it, without = written
     assert with_it == without
     assert len(without) == 2

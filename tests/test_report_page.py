@@ -66,7 +66,7 @@ def look(folder: Path, page: str, width: int, height: int, scheme: int) -> tuple
     command += ["--hide-scrollbars", "--enable-logging=stderr", "--window-size=1400,1100"]
     command += [f"--user-data-dir={folder / 'profile'}"]
     command += [f"--blink-settings=preferredColorScheme={scheme}", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     (found,) = re.findall(r"<body>(\{.*\})</body>", done.stdout, re.S)
     return json.loads(html.unescape(found)), re.findall(r"CONSOLE.*", done.stderr)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks import rpc_latency
-from common.report import Case
 from common.stats import Times
+from harness.report import Case
 
 SCRIPT = "benchmarks/rpc_latency.py"
 SHORT = ("--iters", "6", "--warmup-iters", "1", "--device", "cpu")

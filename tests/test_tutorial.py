@@ -7,13 +7,13 @@ import pytest
 
 from analysis import compare
 from analysis.ab import add_flags
-from analysis.load import load as load_runs
-from analysis.verdicts import Design
-from analysis.verdicts import compare as compare_runs
+from analysis.runs.load import load as load_runs
+from analysis.runs.verdicts import Design
+from analysis.runs.verdicts import compare as compare_runs
 from benchmarks import collectives, ddp_sweep, input_sweep, node_check
-from common.cli import Parser
-from common.report import load
 from common.table import Columns
+from harness.cli import Parser
+from harness.report import load
 from tests.process import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()

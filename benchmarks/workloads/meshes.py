@@ -10,9 +10,9 @@ import numpy as np
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.workloads.decoder import DECODERS
-from common.cli import raise_invalid
-from common.environment import count_of
 from common.groups import Group, Job, barrier_before_new_group, connect
+from harness.cli import raise_invalid
+from harness.environment import count_of
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first; the innermost communicates most

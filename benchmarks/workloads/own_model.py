@@ -33,9 +33,9 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor, nn
 
-from common.benchmark import Benchmark
-from common.cli import cut, describe, suggest
 from common.groups import broadcast, gather
+from harness.benchmark import Benchmark
+from harness.cli import cut, describe, suggest
 
 Loss = Callable[[Any], Tensor]
 Optimize = Callable[[Any], torch.optim.Optimizer]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from common.report import Case, Estimate
 from common.table import Columns, number_of
+from harness.report import Case, Estimate
 
 
 def percentile_columns(

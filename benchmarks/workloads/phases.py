@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from common.environment import count_of
-from common.report import Case, Estimate
 from common.stats import (
     Interval,
     autocorrelation_time,
@@ -22,6 +20,8 @@ from common.stats import (
     percentiles,
 )
 from common.table import Columns, metric
+from harness.environment import count_of
+from harness.report import Case, Estimate
 
 Stamps = list[tuple[str, Any, Any]]  # phases of a step: name, start and end
 Durations = dict[str, list[float]]  # seconds of a step, by phase

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from common.cli import refuse
 from common.join import world
 from common.rpc import Roles
+from harness.cli import refuse
 
 
 def split_roles(

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.environment import gpu_state
 from common.join import set_variables
+from harness.environment import gpu_state
 
 DEVICE = torch.device("cuda", 0)
 

@@ -147,7 +147,7 @@ class Lab:
         (self.folder / "munge/key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge/key").chmod(0o600)
         keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "key")]
-        subprocess.run(keygen, check=True, timeout=30)
+        subprocess.run(keygen, check=True, timeout=500)
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd requires it
         facts = {"folder": self.folder, "network": NETWORK, "controller": CONTROLLER}
         for name, text in (("slurm", SLURM_CONF), ("sshd", SSHD_CONF), ("ssh", SSH_CONF)):
@@ -228,7 +228,7 @@ class Lab:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=60,
+            timeout=500,
         )
 
     def network(self, node: int, *command: str) -> None:

@@ -26,7 +26,7 @@ def render(folder: Path) -> dict[str, dict[str, Any]]:
     """The documents that kubectl would send, validated, by kind."""
     need("kubectl")
     command = ["kubectl", "kustomize", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     documents = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
     for document in documents.values():

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.report import load
+from harness.report import load
 from tests.launch.lab import SCRIPT, SMALL, Lab, need, until
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launch
 
 OPEN, MPICH = "mpirun.openmpi", "mpirun.mpich"
 BOTH = pytest.mark.parametrize("launcher", [OPEN, MPICH])

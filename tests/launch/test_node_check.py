@@ -10,7 +10,7 @@ import pytest
 from tests.launch.lab import Lab
 from tests.process import ROOT
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launch
 
 
 @pytest.mark.parametrize("burst", ["16kb", "256kb", "1mb"])

@@ -17,7 +17,7 @@ import pytest
 
 from tests.launch.lab import LONG, SCRIPT, SMALL, Lab, until
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.launch
 
 TORCHRUN, SRUN = "slurm_torchrun.sbatch", "slurm_srun.sbatch"
 CYCLIC = "srun -mcyclic bash launch/slurm_env.sh true"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from common.report import load
+from harness.report import load
 from tests.launch.lab import LONG, SCRIPT, Lab
 from tests.process import Process
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launch
 
 HOSTS = "node1 slots=1\nnode2 slots=1  # next to the window\n"
 # It replaces python with torchrun, and writes to files next to itself what happens on each host.

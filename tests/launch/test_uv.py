@@ -10,7 +10,7 @@ import pytest
 from tests.launch.lab import PATH, SMALL, need
 from tests.process import ROOT, environment
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launch
 
 
 def uv_run(*words: str) -> str:

@@ -24,11 +24,11 @@ from analysis.ab import (
     time_left,
     total_time,
 )
-from analysis.commands import Command
-from analysis.evidence import UNEQUAL_LOAD
-from analysis.race import Race, sentence
-from analysis.verdicts import Comparison, Design, Result, is_autocorrelated
-from common.report import load
+from analysis.runs.commands import Command
+from analysis.runs.evidence import UNEQUAL_LOAD
+from analysis.runs.race import Race, sentence
+from analysis.runs.verdicts import Comparison, Design, Result, is_autocorrelated
+from harness.report import load
 from tests.pure.reports import ROOT, SIGNALS, run
 from tests.pure.tables import check_pair
 
@@ -300,7 +300,7 @@ def test_a_command_ends_with_ab_that_is_killed(out: Path) -> None:
         while not (started := process.children()):
             assert process.is_running()
         process.kill()
-    _, alive = psutil.wait_procs(started, timeout=30)
+    _, alive = psutil.wait_procs(started, timeout=500)
     assert alive == []
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from analysis import as_json
 from analysis.compare import as_pair, show
-from analysis.load import load
-from analysis.verdicts import Comparison, Design, Result, compare
+from analysis.runs import as_json
+from analysis.runs.load import load
+from analysis.runs.verdicts import Comparison, Design, Result, compare
 from tests.pure.reports import ROOT, alike, case, run, start, write
 from tests.pure.tables import check_pair
 

@@ -1,14 +1,14 @@
-"""analysis/bandwidth.py: bytes, bandwidths, and times of the same collectives alone."""
+"""analysis/traces/bandwidth.py: bytes, bandwidths, and times of the same collectives alone."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-from analysis.bandwidth import bus_factor, layout_in
-from analysis.kineto import Trace
-from common import report
-from common.report import Case, Estimate, Report
+from analysis.traces.bandwidth import bus_factor, layout_in
+from analysis.traces.kineto import Trace
 from common.stats import collective_times, layout_of_case, show_layout
+from harness import report
+from harness.report import Case, Estimate, Report
 from tests.pure import reports
 from tests.pure.reports import estimate
 from tests.pure.traces import (

@@ -1,4 +1,4 @@
-"""common/benchmark.py without a job: what happens before and after the blocks of a case."""
+"""harness/benchmark.py without a job: what happens before and after the blocks of a case."""
 
 import gc
 import os
@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from common import benchmark
-from common.benchmark import Benchmark
-from common.report import Case, Report
 from common.stats import Implausible
 from common.timing import StopRule
+from harness import benchmark
+from harness.benchmark import Benchmark
+from harness.report import Case, Report
 
 
 class Model:

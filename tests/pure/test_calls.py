@@ -1,11 +1,11 @@
-"""analysis/calls.py: matching calls across ranks, and which rank the others wait for."""
+"""analysis/traces/calls.py: matching calls across ranks, and which rank the others wait for."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from analysis.calls import lateness_by_rank, sentence
+from analysis.traces.calls import lateness_by_rank, sentence
 from tests.pure.traces import (
     GEMM,
     Events,

@@ -22,7 +22,7 @@ def test_packages_are_installed_only_in_ci(ci: str, status: int, tmp_path: Path)
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CI": ci}
     command = [str(ROOT / ".ci" / "run")]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert run.returncode == status
     packages = " ".join((ROOT / ".ci" / "packages.txt").read_text().split())
     line = f"missing: {packages}; install them, or let CI=true do it\n"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from analysis.compare import outcome_of, show
-from analysis.load import load
-from analysis.verdicts import Comparison, Design, Result, compare, judge_all
+from analysis.runs.load import load
+from analysis.runs.verdicts import Comparison, Design, Result, compare, judge_all
 from tests.pure.reports import case, run, runs, start, write
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from analysis.figures import all_runs, draw
-from analysis.load import load
-from analysis.page import short_names, without_folders
+from analysis.pages.figures import all_runs, draw
+from analysis.pages.page import short_names, without_folders
 from analysis.report import sections_of
-from analysis.verdicts import Design, compare
+from analysis.runs.load import load
+from analysis.runs.verdicts import Design, compare
 from tests.pure.pages import lines_of, page_of, tables_of
 from tests.pure.reports import alike, case, estimate, run, start, write
 from tests.pure.tables import rows_of

@@ -1,4 +1,4 @@
-"""common/contents.py: the files that a run depends on, and when their hash changes."""
+"""harness/contents.py: the files that a run depends on, and when their hash changes."""
 
 import sys
 from importlib.util import spec_from_file_location
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common import contents
+from harness import contents
 from tests.process import ROOT
 
 
@@ -93,7 +93,7 @@ def test_packages_of_editable_installations_are_followed(
 def test_an_edit_changes_the_hash(folder: Path, edited: str) -> None:
     """The name of the folder does not change it."""
     before = contents.of_run("train.py", ["train"])
-    assert set(before) == {"common/ and benchmarks/workloads/", "train.py", "train"}
+    assert set(before) == {"common/ and harness/ and benchmarks/workloads/", "train.py", "train"}
     copy = folder / "a copy"
     for path in sorted(folder.rglob("*.py")):
         write(copy, str(path.relative_to(folder)), path.read_text())
@@ -104,14 +104,14 @@ def test_an_edit_changes_the_hash(folder: Path, edited: str) -> None:
 
 def test_the_harness_is_hashed_by_its_bytes(tmp_path: Path) -> None:
     """A commit with `-dirty` is not enough. Files outside of the harness do not count."""
-    write(tmp_path, "common/observe/a.py", "1")
+    write(tmp_path, "harness/observe/a.py", "1")
     write(tmp_path, "benchmarks/workloads/b.py", "2")
     write(tmp_path, "benchmarks/c.py", "3")
     files = contents.harness(tmp_path)
-    assert set(files) == {"common/observe/a.py", "benchmarks/workloads/b.py"}
+    assert set(files) == {"harness/observe/a.py", "benchmarks/workloads/b.py"}
     before = contents.digest(files)
     write(tmp_path, "benchmarks/c.py", "4")
     assert contents.digest(contents.harness(tmp_path)) == before
-    write(tmp_path, "common/observe/a.py", "5")
+    write(tmp_path, "harness/observe/a.py", "5")
     assert contents.digest(contents.harness(tmp_path)) != before
     assert contents.of_file(tmp_path / "missing") == ""

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ddp_sweep
-from common.report import load
 from common.table import fitted
+from harness.report import load
 from tests.process import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

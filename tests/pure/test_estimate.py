@@ -1,11 +1,11 @@
-"""Estimate of common/report.py: arithmetic, intervals and wording."""
+"""Estimate of harness/report.py: arithmetic, intervals and wording."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from common.report import Case, Estimate, Report, load, significant
+from harness.report import Case, Estimate, Report, load, significant
 
 
 def test_arithmetic_of_intervals() -> None:

@@ -1,4 +1,5 @@
-"""analysis/evidence.py: copied, failed, interrupted and disturbed runs do not count as evidence.
+"""analysis/runs/evidence.py: copied, failed, interrupted and disturbed runs are no evidence.
+
 The gate, the table and the page agree about them."""
 
 import json
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 from analysis.compare import show
-from analysis.load import load
-from analysis.verdicts import Comparison, Design, compare
+from analysis.runs.load import load
+from analysis.runs.verdicts import Comparison, Design, compare
 from tests.pure.reports import case, run, runs, start, write
 from tests.pure.tables import UNITS
 

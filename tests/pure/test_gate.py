@@ -16,8 +16,8 @@ import yaml
 
 from analysis.ab import add_flags
 from analysis.compare import STATUSES
-from common.cli import Parser
-from common.report import load
+from harness.cli import Parser
+from harness.report import load
 from tests.process import ROOT, free_port
 from tests.pure.reports import SIGNALS
 
@@ -55,7 +55,7 @@ def bash(folder: Path, script: str, cwd: Path, **variables: str) -> tuple[int, s
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | variables | {"PATH": path, "TMPDIR": str(folder)}
     command = ["bash", "-eo", "pipefail", "-c", script]
-    done = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, timeout=60)
+    done = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, timeout=500)
     return done.returncode, done.stdout.decode()
 
 
@@ -101,7 +101,7 @@ def test_a_training_loop_can_write_a_report(tmp_path: Path) -> None:
     """The program of the page, as it is, on two ranks."""
     (text,) = re.findall(r"^```python\n(import argparse\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(text)
-    shutil.copy(ROOT / "common" / "cpu_load.py", tmp_path)
+    shutil.copy(ROOT / "harness" / "cpu_load.py", tmp_path)
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "train.py", "--json", "report.jsonl", "--lr", "0.1"]
     ranks = [
@@ -109,7 +109,7 @@ def test_a_training_loop_can_write_a_report(tmp_path: Path) -> None:
         for rank in "01"
     ]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=500) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
@@ -185,7 +185,7 @@ class Github:
             path.mkdir()
         (self.workspace / "train.py").write_text(TRAIN)
         set_up = ["bash", "-euc", COMMITS, "-", seconds]
-        subprocess.run(set_up, cwd=self.workspace, check=True, timeout=60)
+        subprocess.run(set_up, cwd=self.workspace, check=True, timeout=500)
         (self.workspace / "torchrun-bench").symlink_to(ROOT)
         program(folder / "bin", "python", PYTHON)
         program(folder / "bin", "pip", 'echo "$@" >>"$LOG"')
@@ -311,7 +311,7 @@ def test_a_command_that_only_prints_its_step_times(tmp_path: Path) -> None:
     github = Github(tmp_path, "0.12")
     (github.workspace / "train.py").write_text(PRINTS)
     script = "git add . && git commit -qm prints && echo 0.18 >seconds && git commit -qam slower"
-    subprocess.run(["bash", "-euc", script], cwd=github.workspace, check=True, timeout=60)
+    subprocess.run(["bash", "-euc", script], cwd=github.workspace, check=True, timeout=500)
     for step in github.job["steps"]:
         if step.get("name") == "compare":
             more = f"--margin 5% --allow-disturbed {example[1]}"

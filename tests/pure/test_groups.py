@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from common import groups as ours
 from common.groups import Group, GroupCache, Job
-from common.watchdog import Watchdog
+from harness.watchdog import Watchdog
 
 
 @pytest.fixture

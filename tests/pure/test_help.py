@@ -52,7 +52,7 @@ def answers() -> dict[tuple[str, str, str], Any]:
     """By script, flag and rank: exit status, stdout, and modules imported besides torch."""
     command = [sys.executable, "-c", PROBE, *map(str, SCRIPTS)]
     env = environment(CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return {(script, flag, rank): rest for script, flag, rank, *rest in rows}
 

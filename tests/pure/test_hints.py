@@ -1,4 +1,4 @@
-"""common/observe/hints.py: the lines around the tables."""
+"""harness/observe/hints.py: the lines around the tables."""
 
 import shlex
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.benchmark import report_lines
-from common.cli import ROOT
-from common.cpu_load import Others
-from common.observe.hints import Hints, crowded_text, hints
-from common.report import Case, Estimate
+from harness.benchmark import report_lines
+from harness.cli import ROOT
+from harness.cpu_load import Others
+from harness.observe.hints import Hints, crowded_text, hints
+from harness.report import Case, Estimate
 
 SURE, WIDE, NONE = Estimate(1, 0.95, 1.05), Estimate(1, 0.9, 1.2), Estimate(1)
 

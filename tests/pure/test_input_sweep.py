@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import input_sweep
 from benchmarks.input_sweep import Feed, Images, epoch_problem, find_files
-from common.report import Case
 from common.stats import Times
+from harness.report import Case
 
 CPU = torch.device("cpu")
 

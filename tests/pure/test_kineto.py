@@ -1,4 +1,4 @@
-"""analysis/kineto.py: which events count, and which files are refused."""
+"""analysis/traces/kineto.py: which events count, and which files are refused."""
 
 import cProfile
 import json
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from analysis import kineto, trace
-from analysis.collective import operation_of
+from analysis import trace
+from analysis.traces import kineto
+from analysis.traces.collective import operation_of
 from tests.large_trace import events as large
 from tests.pure.traces import GEMM, collective, kernel, mean, refusal, remarks, save, step, table
 

@@ -18,7 +18,7 @@ def start(name: str, *words: str, given: str = "") -> subprocess.CompletedProces
     """Run a script of launch/ with only these variables and the programs of the system."""
     env = {"PATH": "/usr/bin:/bin"} | dict(word.split("=", 1) for word in given.split())
     command = ["bash", str(ROOT / "launch" / name), *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
 
 def fake(folder: Path, name: str, text: str) -> str:

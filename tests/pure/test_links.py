@@ -7,8 +7,8 @@ import pytest
 from benchmarks.workloads import links
 from benchmarks.workloads.links import Link
 from benchmarks.workloads.outliers import sentences
-from common.report import Case
 from common.stats import Times
+from harness.report import Case
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 31])

@@ -37,7 +37,7 @@ def start(
     words = shlex.split(given.format(rank=rank, local=rank % 2))
     env = {"PATH": f"{path}{os.environ['PATH']}:/sbin"} | dict(w.split("=", 1) for w in words)
     command = ("bash", str(ROOT / "launch" / "mpi_env.sh"), *command)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
 
 def variables(given: str, rank: int = 0, path: str = "") -> list[str]:

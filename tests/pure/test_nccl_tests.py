@@ -1,4 +1,4 @@
-"""analysis/nccl_tests.py and load.py: reports of nccl-tests, rccl-tests and PyTorch's DDP
+"""analysis/logs/nccl_tests.py and load.py: reports of nccl-tests, rccl-tests and PyTorch's DDP
 benchmark, as JSON and as tables."""
 
 import json
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from analysis import nccl_tests
-from analysis.load import Row, Run, frame, load
-from common.report import Estimate
+from analysis.logs import nccl_tests
+from analysis.runs.load import Row, Run, frame, load
+from harness.report import Estimate
 from tests.pure.reports import ROOT, case, estimate, run, write
 
 LOGS = ROOT / "tests" / "logs"  # four ranks on two hosts

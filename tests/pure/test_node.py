@@ -1,4 +1,4 @@
-"""common/observe/node.py: lines about GPUs and networks, without a GPU or a process group."""
+"""harness/observe/node.py: lines about GPUs and networks, without a GPU or a process group."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from common.observe import node
-from common.observe.node import SLOWED, Node
+from harness.observe import node
+from harness.observe.node import SLOWED, Node
 
 ECC = "ecc.errors.uncorrected.volatile.total"
 REASONS = "clocks_event_reasons.active"

@@ -24,10 +24,10 @@ from benchmarks.node_check import (
 )
 from benchmarks.workloads.links import Link, drift_of, widest
 from benchmarks.workloads.outliers import Component, Slowness, find_slow, sentences
-from common.cpu_load import Others
-from common.environment import UNCORRECTED
-from common.report import Case
 from common.timing import StopRule
+from harness.cpu_load import Others
+from harness.environment import UNCORRECTED
+from harness.report import Case
 from tests import simulate_node_check as simulation
 
 MARGINS = {"rank": 0.1, "node": 1.0, "rail": 1.0, "link": 1.0}

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import p2p_matrix
 from benchmarks.workloads.links import Link, Messages
 from benchmarks.workloads.outliers import Component, Findings, Slowness
-from common.cpu_load import Others
+from harness.cpu_load import Others
 
 
 def test_the_key_of_a_round_contains_its_pairs() -> None:

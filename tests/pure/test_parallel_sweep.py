@@ -12,8 +12,8 @@ from benchmarks import parallel_sweep
 from benchmarks.workloads.axes import ring_attention
 from benchmarks.workloads.meshes import default_meshes, misfit, parse_mesh
 from benchmarks.workloads.reference import Reference
-from common.report import Case, Estimate
 from common.stats import Times
+from harness.report import Case, Estimate
 
 
 @pytest.mark.parametrize(

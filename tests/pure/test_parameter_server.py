@@ -9,7 +9,7 @@ from torch.distributed.rpc.internal import _internal_rpc_pickler as pickler
 from torch.futures import Future
 
 from benchmarks import parameter_server as script
-from common.report import Case, Estimate
+from harness.report import Case, Estimate
 
 CPU = torch.device("cpu")
 DENSE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -13,8 +13,8 @@ from benchmarks.workloads.phases import (
     summary,
     unaligned_metrics,
 )
-from common.report import Case, Estimate
 from common.table import render
+from harness.report import Case, Estimate
 
 
 def test_durations_by_step_and_phase() -> None:

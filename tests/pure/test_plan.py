@@ -1,4 +1,4 @@
-"""analysis/plan.py: the files and variables that the commands of ab.py depend on."""
+"""analysis/runs/plan.py: the files and variables that the commands of ab.py depend on."""
 
 import os
 import shlex
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import plan
+from analysis.runs import plan
 from tests.process import ROOT
 
 

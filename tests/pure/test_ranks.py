@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.workloads.ranks import partition
-from common.environment import node_of_each
+from harness.environment import node_of_each
 
 
 def rows_of(*nodes: tuple[str, int]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import check_output
+from harness.cli import check_output
 from tests.process import ROOT
 from tests.pure.reports import case, write
 

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks import replay
 from benchmarks.replay import Collective, Kind, Recording
-from common.report import Case
 from common.stats import Times
 from examples import record_collectives
+from harness.report import Case
 from tests.process import ROOT
 
 RECORDINGS = ROOT / "tests" / "recordings"

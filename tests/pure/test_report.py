@@ -1,4 +1,4 @@
-"""common/report.py: reports after a crash, refusals, and which cases --resume keeps."""
+"""harness/report.py: reports after a crash, refusals, and which cases --resume keeps."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.report import SCHEMA, Case, Report, load, not_json, without_secrets
+from harness.report import SCHEMA, Case, Report, load, not_json, without_secrets
 
 ENVIRONMENT = {"torch": "2.15.0", "world_size": 2, "devices": ["cpu"], "version": "a"}
 ENVIRONMENT |= {"contents": {"common/": "0"}}

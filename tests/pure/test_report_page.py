@@ -14,9 +14,9 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from analysis.figures import draw, outlines, without_zeros
-from analysis.load import load
+from analysis.pages.figures import draw, outlines, without_zeros
 from analysis.report import Section, sections_of
+from analysis.runs.load import load
 from tests.pure.reports import ROOT, case, estimate, run, write
 
 BAD = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&\"'{{7*7}}$x^2$\x1b[31m"

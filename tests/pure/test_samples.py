@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.load import load
+from analysis.runs.load import load
 from common import stats
-from common.benchmark import Benchmark, RankResult
-from common.observe.hints import timed_s
-from common.report import Case, Report
 from common.stats import Times
 from common.timing import RankTimes
+from harness.benchmark import Benchmark, RankResult
+from harness.observe.hints import timed_s
+from harness.report import Case, Report
 from tests import scale_case
 
 RANKS, ITERATIONS = 8, 100

@@ -66,7 +66,7 @@ def test_ctrl_c_is_one_line(command: str, tmp_path: Path) -> None:
     )
     with process, pipe.open("w"):  # opening waits for the reader
         process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=60)
+        out, errors = process.communicate(timeout=500)
     assert (process.returncode, out, errors) == (130, "", f"{script}: interrupted\n")
 
 
@@ -74,5 +74,5 @@ def test_a_closed_stdout(words: list[str]) -> None:
     """`>&-`: a file that is opened next must not get the descriptor of stdout."""
     command = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, *words]
     command[5] = str(ROOT / "analysis" / "export.py")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (1, "export.py: error: stdout: Bad file descriptor\n")

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags have the defaults of a machine with CUDA."""
-    monkeypatch.setattr("common.cli.on_cuda", lambda device: device != "cpu")
+    monkeypatch.setattr("harness.cli.on_cuda", lambda device: device != "cpu")
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common import stats
-from common.report import Estimate
+from harness.report import Estimate
 
 SWING = [1, 16, 2, 15, 3, 14, 4, 13, 5, 12, 6, 11, 7, 10, 8, 9]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from analysis import step_logs
 from analysis.ab import add_flags
-from analysis.load import load
-from analysis.step_logs import Steps, pattern, steps_of, times_of
-from common.cli import Parser
-from common.report import load as load_report
+from analysis.logs import step_logs
+from analysis.logs.step_logs import Steps, pattern, steps_of, times_of
+from analysis.runs.load import load
+from harness.cli import Parser
+from harness.report import load as load_report
 from tests.process import ROOT
 from tests.pure.reports import run
 

@@ -49,7 +49,7 @@ def start(folder: Path, *words: str, **variables: str) -> "subprocess.Popen[str]
 def suite(folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of suite.sh, without the path of the checkout."""
     process = start(folder, *words, **variables)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=500)
     for checkout in (f"{ROOT}/", f"{ROOT}/".replace(" ", "\\ ")):
         out = out.replace(checkout, "")
     return process.returncode, out, err
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_the_suite_and_the_same_command_continues(tmp_path: Path) ->
     while len(calls(tmp_path)) < 2 and time.monotonic() < end:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=500)
     assert process.returncode == 130
     assert said.splitlines()[-1] == (
         "suite.sh: interrupted; suite has the finished cases; repeat the same command to continue"

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from benchmarks.workloads.percentiles import digits_beside, percentile_columns
-from common.report import Case, Estimate
 from common.table import Table, ends, layout, metric, render
+from harness.report import Case, Estimate
 
 
 def case(**metrics: Any) -> Case:

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import profile, record_function
 
 from analysis import trace
-from common.observe.trace import (
+from harness.observe.trace import (
     check,
     choose_ranks,
     commands_for,

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from analysis import report as page
-from analysis.load import load as load_runs
+from analysis.runs.load import load as load_runs
 from benchmarks import collectives, traffic
 from benchmarks.workloads.decoder import DECODERS, Decoder
-from common.report import Case, Estimate, load
 from common.stats import Layout
+from harness.report import Case, Estimate, load
 from tests.pure import reports
 from tests.pure.reports import estimate
 

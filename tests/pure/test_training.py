@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import ArrayLike
 
 from benchmarks.workloads import training
-from common.report import Estimate
 from common.stats import Times
+from harness.report import Estimate
 
 
 def swinging(value: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""common/watchdog.py: the roll call of few and of many ranks, timers, signals and kills."""
+"""harness/watchdog.py: the roll call of few and of many ranks, timers, signals and kills."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from common import watchdog
-from common.watchdog import (
+from harness import watchdog
+from harness.watchdog import (
     LATE,
     SILENT,
     WAITS,
@@ -89,7 +89,7 @@ def test_a_stopped_process_prints_its_stacks_and_is_killed() -> None:
     ) as process:
         os.waitpid(process.pid, os.WUNTRACED)
         watchdog.print_stacks_and_kill(process.pid)
-        _, stacks = process.communicate(timeout=20)
+        _, stacks = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     assert 'File "<string>"' in stacks
 
@@ -176,7 +176,7 @@ def test_only_error_files_of_the_same_torchrun_are_written(path: Any, accepted: 
 RANK = """
 import os, signal, time
 from unittest.mock import Mock
-from common.watchdog import Watchdog
+from harness.watchdog import Watchdog
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
 os.kill(os.getpid(), signal.SIGHUP)
@@ -192,7 +192,7 @@ def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None
     stdout and stderr are closed."""
     command = [sys.executable, "-c", LAUNCHER, RANK]
     own = os.environ | {"TORCHELASTIC_RUN_ID": "a run"}
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
     assert done.returncode == -signal.SIGKILL
     assert (done.stdout, done.stderr) == ("", "SIGTERM: ended after 0 cases\n")
 
@@ -200,7 +200,7 @@ def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None
 SIGNALLED = """
 import os, signal, time
 from unittest.mock import Mock
-from common.watchdog import Watchdog
+from harness.watchdog import Watchdog
 both = {signal.SIGINT, signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, both)  # of the threads that follow, too
 Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
@@ -214,7 +214,7 @@ time.sleep(60)
 def test_the_lower_of_two_simultaneous_signals_is_named() -> None:
     """Both are pending, as after a second Ctrl-C. The kernel runs the handler of SIGTERM first."""
     command = [sys.executable, "-c", SIGNALLED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.stderr == "SIGINT: ended after 0 cases\n"
     assert done.returncode == 128 + signal.SIGINT
 

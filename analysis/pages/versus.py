@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from analysis import show
 from analysis.compare import cells, lines_above, notes_of, table_of, two_sides
-from analysis.evidence import load_text
-from analysis.figures import all_rounds, all_runs
-from analysis.load import Run, arrange, copies
-from analysis.page import Section, Table
-from analysis.plan import PLAN, VERDICT, Verdict, read_lines
-from analysis.race import (
+from analysis.pages.figures import all_rounds, all_runs
+from analysis.pages.page import Section, Table
+from analysis.runs.evidence import load_text
+from analysis.runs.load import Run, arrange, copies
+from analysis.runs.plan import PLAN, VERDICT, Verdict, read_lines
+from analysis.runs.race import (
     Compared,
     against_the_best,
     conclusions,
@@ -31,8 +31,8 @@ from analysis.race import (
     replay,
     sides,
 )
-from analysis.verdicts import Comparison, Design, Result, compare
-from common.cli import cut
+from analysis.runs.verdicts import Comparison, Design, Result, compare
+from harness.cli import cut
 
 MARKS = {  # verdict -> how to highlight its row
     **dict.fromkeys(("slower", "failed"), "failed"),

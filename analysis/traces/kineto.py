@@ -16,14 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from analysis.collective import (
+from analysis.show import clean, is_number
+from analysis.traces.collective import (
     Collective,
     collective_of_gloo,
     collective_of_kernel,
     is_communication,
 )
-from analysis.show import clean, is_number
-from common.cli import cut
+from harness.cli import cut
 
 COPIES = ("gpu_memcpy", "gpu_memset")
 ON_GPU = ("kernel", *COPIES)

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from analysis.calls import MATCHED, Call, Group, members
-from analysis.kineto import Trace
-from common.cli import cut
-from common.report import Estimate
+from analysis.traces.calls import MATCHED, Call, Group, members
+from analysis.traces.kineto import Trace
 from common.stats import IsolatedTimes, Layout, isolated_time, layout_of, total
+from harness.cli import cut
+from harness.report import Estimate
 
 RANKS_PER_NODE = 8  # consecutive ranks on a node, if the traces do not name their hosts
 

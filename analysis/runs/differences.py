@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.load import Run
+from analysis.runs.load import Run
 from analysis.show import join_distinct
 
 # If one of these fields differs, the sides were measured on different machines.

@@ -6,9 +6,9 @@ ab.py uses it to decide which command to drop. report.py repeats it with the rep
 import math
 from collections.abc import Callable, Sequence
 
-from analysis.load import Run
-from analysis.plan import Verdict
-from analysis.verdicts import Comparison, Design, Result, is_autocorrelated
+from analysis.runs.load import Run
+from analysis.runs.plan import Verdict
+from analysis.runs.verdicts import Comparison, Design, Result, is_autocorrelated
 
 Compared = Callable[[str, str, int], Comparison]  # names of two commands, number of rounds
 

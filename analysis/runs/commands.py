@@ -25,13 +25,13 @@ from typing import IO, Any
 
 import psutil
 
-from analysis import plan
-from analysis.load import LOAD_ENDING
+from analysis.logs.step_logs import Steps, write_report
+from analysis.runs import plan
+from analysis.runs.load import LOAD_ENDING
 from analysis.show import clean
-from analysis.step_logs import Steps, write_report
-from common import report
-from common.cli import TOKEN, TURN, cut, print_error, refuse
-from common.cpu_load import Counters, CpuLoad, spent
+from harness import report
+from harness.cli import TOKEN, TURN, cut, print_error, refuse
+from harness.cpu_load import Counters, CpuLoad, spent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -63,7 +63,7 @@ class Command:
 
     def write_load(self, number: int, load: CpuLoad, wall_s: float, others_s: float) -> None:
         """Write the CPU use of other processes on this machine to a file next to the report of a
-        run. analysis/load.py reads it if the report does not record the load."""
+        run. analysis/runs/load.py reads it if the report does not record the load."""
         others = {"others": [load.mean(wall_s, others_s)]}
         path = self.report(number).with_suffix(LOAD_ENDING)
         path.write_text(json.dumps(others) + "\n")

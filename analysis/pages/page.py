@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from analysis import show
-from analysis.figures import svg
-from analysis.load import Run
+from analysis.pages.figures import svg
+from analysis.runs.load import Run
 
 # An absolute path of at least two names, but not a part of a URL or the end of an HTML element
 ABSOLUTE = re.compile(r"""(?<![\w/.<~$}-])/(?!/)[^\s/:;,'"=<>|()]+(?:/+[^\s/:;,'"=<>|()]+)+/?""")

@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import TURN, cut, version
-from common.cpu_load import BUSY, CpuLoad, Others
 from common.groups import Job, broadcast, gather
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
-from common.report import FAMILIES, shown, without_secrets
+from harness.cli import TURN, cut, version
+from harness.cpu_load import BUSY, CpuLoad, Others
+from harness.report import FAMILIES, shown, without_secrets
 
 # Variables that FAMILIES match, but that do not affect the measurement
 PER_RUN = (

@@ -15,11 +15,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from analysis.load import LAST_DIGIT, STEP, Run, check_times, find, index, loads_from_file, timed
+from analysis.runs.load import (
+    LAST_DIGIT,
+    STEP,
+    Run,
+    check_times,
+    find,
+    index,
+    loads_from_file,
+    timed,
+)
 from analysis.show import clean, is_number
-from common.cli import number, raise_invalid
-from common.report import Case, Report
 from common.stats import median
+from harness.cli import number, raise_invalid
+from harness.report import Case, Report
 
 EXAMPLE = r"e.g. --step 'elapsed time per iteration \(ms\): ([\d.]+)'"
 BENCHMARK = "log"

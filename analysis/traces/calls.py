@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from analysis.collective import Collective
-from analysis.kineto import Activity, Span, Trace, union
 from analysis.show import clean
-from common.cli import cut
+from analysis.traces.collective import Collective
+from analysis.traces.kineto import Activity, Span, Trace, union
+from harness.cli import cut
 
 # Operations in which no rank can finish before the last rank has started
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")

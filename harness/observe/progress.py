@@ -2,7 +2,7 @@
 
 import sys
 
-from common.benchmark import Benchmark, Observer
+from harness.benchmark import Benchmark, Observer
 
 try:
     from tqdm import tqdm

@@ -29,9 +29,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, exit_now, write, write_error_file
 from common.groups import Group, Job, abort_group, end_on_lost_peer
-from common.report import Report
+from harness.cli import HANG, exit_now, write, write_error_file
+from harness.report import Report
 
 STORE_CHECK_S = 1.0  # interval between checks whether the store answers
 STORE_LOST_S = 10.0  # a store that is silent for --timeout, two polls and this long is lost

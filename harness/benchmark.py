@@ -19,17 +19,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from common import cli, environment
-from common.contents import of_run
-from common.cpu_load import BUSY, CpuLoad, Others
-from common.environment import others_text
 from common.groups import Group, GroupCache, Subgroups, broadcast, connect, gather
 from common.join import join, world
-from common.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
 from common.stats import Implausible, Times, keep_samples, rounded, stacked
 from common.table import Columns, Table, omitted, render
 from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
-from common.watchdog import Watchdog, restart_exit_timer
+from harness import cli, environment
+from harness.contents import of_run
+from harness.cpu_load import BUSY, CpuLoad, Others
+from harness.environment import others_text
+from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
+from harness.watchdog import Watchdog, restart_exit_timer
 
 LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class RankResult(NamedTuple):
 
 
 class Observer:
-    """Base class of the modules in common/observe/, which are called outside the timed code.
+    """Base class of the modules in harness/observe/, which are called outside the timed code.
     Without them, a run measures the same.
 
     An exception in `row` or `end` becomes a line of output. An exception in `after` fails the case,
@@ -82,10 +82,10 @@ class Observer:
 
 
 def load_observers(bench: "Benchmark") -> list[Observer]:
-    """An instance of each observer in common/observe/. Nothing else imports that folder."""
+    """An instance of each observer in harness/observe/. Nothing else imports that folder."""
     observers = []
-    for path in sorted((cli.ROOT / "common" / "observe").glob("[!_]*.py")):
-        module = importlib.import_module(f"common.observe.{path.stem}")
+    for path in sorted((cli.ROOT / "harness" / "observe").glob("[!_]*.py")):
+        module = importlib.import_module(f"harness.observe.{path.stem}")
         kinds = [kind for kind in Observer.__subclasses__() if kind.__module__ == module.__name__]
         observers += [kind(bench) for kind in kinds]
     return observers

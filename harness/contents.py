@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from pathlib import Path
 
-from common.cli import ROOT
+from harness.cli import ROOT
 
-HARNESS = ("common", "benchmarks/workloads")  # folders that all scripts use
+HARNESS = ("common", "harness", "benchmarks/workloads")  # folders that all scripts use
 DIGITS = 12  # hexadecimal digits of a hash: 48 bits
 # `from .a import b, c`, also with parentheses, and `import a.b as c, d`; without comments
 IMPORT = re.compile(r"\bfrom\s*(\.*)([\w.]*)\s+import\s*(\([^)]*|[^\n;]+)|\bimport\s+([^\n;]+)")

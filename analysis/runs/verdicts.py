@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from analysis.differences import Difference, differences, resumed_text
-from analysis.evidence import (
+from analysis.runs.differences import Difference, differences, resumed_text
+from analysis.runs.evidence import (
     ALLOWED,
     Evidence,
     Side,
@@ -27,10 +27,10 @@ from analysis.evidence import (
     is_timed,
     why_no_time,
 )
-from analysis.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
+from analysis.runs.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
 from analysis.show import is_number, join_distinct
-from common.cli import cut
-from common.report import Estimate
+from harness.cli import cut
+from harness.report import Estimate
 
 Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run lacks the case
 

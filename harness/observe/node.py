@@ -6,10 +6,10 @@ from typing import Any
 
 import psutil
 
-from common.benchmark import Benchmark, Observer
-from common.cli import cut
-from common.environment import bounded, gpu_state, lacking, used_gpus
 from common.groups import gather
+from harness.benchmark import Benchmark, Observer
+from harness.cli import cut
+from harness.environment import bounded, gpu_state, lacking, used_gpus
 
 # The bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons.
 THROTTLED = {

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from analysis.load import Row, Run
-from common.cli import cut
+from analysis.runs.load import Row, Run
+from harness.cli import cut
 
 # Share of a node's cores used by other processes. A larger one disturbs a run; a larger difference
 # between its two runs disturbs a pair.

@@ -1,6 +1,6 @@
 """Read reports as rows, for the scripts in this folder and for notebooks.
 
-    from analysis.load import frame, load
+    from analysis.runs.load import frame, load
     table = frame(load(["results/", "more/*.jsonl"]))       # a pandas DataFrame, one row per case
     table.pivot_table("step_s", "case", "run")              # its interval: step_s_low, step_s_high
 
@@ -23,12 +23,12 @@ import numpy as np
 import pandas as pd
 from pandas.io.json import ujson_loads  # twice as fast as the json module
 
-from analysis import nccl_tests
+from analysis.logs import nccl_tests
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
-from common import report as report_file
-from common.cli import suggest
-from common.report import Case, Estimate, Report
 from common.stats import MIN_ROUNDS, iteration_times, mean_of_blocks, median
+from harness import report as report_file
+from harness.cli import suggest
+from harness.report import Case, Estimate, Report
 
 # Estimators of the time of a run
 BY_ROUNDS = "geometric mean over rounds of block medians"

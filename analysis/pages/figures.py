@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from analysis.evidence import is_disturbed, is_timed
-from analysis.load import Run, number_of, numbers
+from analysis.runs.evidence import is_disturbed, is_timed
+from analysis.runs.load import Run, number_of, numbers
+from analysis.runs.verdicts import WIDEST, Comparison, Result, geometric_mean
 from analysis.show import (
     canonical,
     clean,
@@ -31,9 +32,8 @@ from analysis.show import (
     show_value,
     unit_of,
 )
-from analysis.verdicts import WIDEST, Comparison, Result, geometric_mean
-from common.cli import show_size
-from common.report import significant
+from harness.cli import show_size
+from harness.report import significant
 
 # Colors with a contrast ratio of at least 3 on white and on a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")

@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from analysis.evidence import busiest_load
-from analysis.load import Run
-from analysis.race import Race, is_clear, overall, persistent_of, sentence
-from analysis.verdicts import Comparison, Design, Result, geometric_mean
-from common.cli import VERSION
+from analysis.runs.evidence import busiest_load
+from analysis.runs.load import Run
+from analysis.runs.race import Race, is_clear, overall, persistent_of, sentence
+from analysis.runs.verdicts import Comparison, Design, Result, geometric_mean
+from harness.cli import VERSION
 
 SCHEMA = "torchrun-bench-verdicts/1"
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.cli import cut
-from common.contents import harness, is_installed, modules, of_file, python_program
-from common.report import shown, without_secrets
+from harness.cli import cut
+from harness.contents import harness, is_installed, modules, of_file, python_program
+from harness.report import shown, without_secrets
 
 PLAN, VERDICT = "plan.txt", "verdict.txt"  # files in OUT
 ADDRESS = ("tcp://", "udp://")  # addresses of services, in variables that Kubernetes sets

@@ -1,0 +1,1 @@
+"""The HTML page of report.py and its figures."""

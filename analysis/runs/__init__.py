@@ -1,0 +1,1 @@
+"""Runs of a benchmark: reading, evidence, verdicts, and the commands that ab.py runs."""

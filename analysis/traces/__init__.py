@@ -1,0 +1,1 @@
+"""Kineto traces: activities, collectives and how ranks wait for each other."""

@@ -1,1 +1,0 @@
-"""Observers of a run. Each module has a class that derives from `common.benchmark.Observer`."""
