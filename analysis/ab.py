@@ -5,7 +5,7 @@
 #     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "psutil>=5.9"
 # ]
 # ///
-"""Is B slower than A? Or: which of several commands is the fastest? Runs the commands alternately.
+"""Is B slower than A? Runs the two commands alternately.
 
 Without --b and --b-env, the script compares A with itself, and prints the smallest change that this
 number of runs detects.
@@ -19,20 +19,13 @@ The script appends `--json PATH` to each command, so that every run writes its r
 OUT/b. To continue an interrupted call, repeat it: runs with a complete report are not repeated. For
 a command that writes no report, use --step, which reads step times from its output instead.
 
-To compare several commands, give each a NAME. Each command runs once per round, in random order.
-After 6, 8, 12, ... rounds, commands that are significantly slower than the fastest are dropped. The
-script ends when one command is left, when the others are the same within --margin, or after
---max-runs. See docs/compare.md.
+docs/compare.md describes the verdicts.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py'
     python analysis/ab.py --out versions --runs 12 \\
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
-    python analysis/ab.py --out buckets --ignore-key bucket_size_mb \\
-        --a 25MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 25' \\
-        --b 1MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 1' \\
-            5MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 5'
     python analysis/ab.py --out compiled --skip 10 --step 'step took ([\\d.]+) ms' \\
         --a 'torchrun --nproc-per-node 8 train.py' \\
         --b 'torchrun --nproc-per-node 8 train.py --compile'
@@ -48,38 +41,26 @@ SIGHUP, Ctrl-C and SIGTERM. BSD-3-Clause.
 import argparse
 import functools
 import itertools
-import math
 import random
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.compare import add_verdict_flags, as_pair, exit_status, format_comparison, show
+from analysis.compare import add_verdict_flags, exit_status, format_comparison
 from analysis.logs import step_logs
-from analysis.runs import as_json
 from analysis.runs.commands import Command, ending_children, open_plan, run_round, seed_of
 from analysis.runs.evidence import UNEQUAL_LOAD
 from analysis.runs.load import load
 from analysis.runs.plan import Verdict
-from analysis.runs.race import (
-    Compared,
-    Race,
-    against_the_best,
-    conclusions,
-    design_of,
-    overall,
-    sides,
-)
-from analysis.runs.verdicts import Comparison, Result, compare
+from analysis.runs.verdicts import Comparison, compare
 from analysis.show import one_line, put
 from harness.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
 
-Commands = dict[str, Command]  # by name; the first one is A
+Compared = Callable[[int], Comparison]  # the comparison after a number of rounds
 
 
 class Plan(NamedTuple):
@@ -93,205 +74,113 @@ class Plan(NamedTuple):
 PATTERNS = [*sorted(set(itertools.permutations([False, False, True, True])))]
 
 
-def order_of(names: Sequence[str], n: int, seed: int) -> list[str]:
-    """The order of the commands in round n, counting from 1. It follows from the seed, and is
-    therefore the same after a restart.
+def order_of(n: int, seed: int) -> list[str]:
+    """Return the order of the commands in round n, counting from 1. It follows from the seed, and
+    is therefore the same after a restart.
 
-    Of two commands, each comes first in two of every 4 rounds (1 to 4, 5 to 8, ...), chosen at
-    random. The order of several commands is drawn independently in each round.
+    Each command comes first in two of every 4 rounds (1 to 4, 5 to 8, ...), chosen at random.
     """
-    if len(names) > 2:
-        order = list(names)
-        random.Random(f"{seed} {n}").shuffle(order)
-        return order
     block, place = divmod(n - 1, 4)
     is_reversed = random.Random(f"{seed} {block}").choice(PATTERNS)[place]
-    return list(reversed(names)) if is_reversed else list(names)
+    return ["b", "a"] if is_reversed else ["a", "b"]
 
 
 def lost_pairs(comparison: Comparison) -> int:
-    """The number of pairs of runs that are left out only because of the load."""
+    """Return the number of pairs of runs that are left out only because of the load."""
     return sum(why == UNEQUAL_LOAD for why in comparison.left_out.values())
 
 
 def run_rounds(
-    commands: Commands, looks: Sequence[int], most: int, plan: Plan, compared: Compared
-) -> tuple[Race, int]:
-    """Run the commands in rounds. Returns the race and the number of rounds.
+    commands: Sequence[Command], runs: int, most: int, plan: Plan, compared: Compared
+) -> int:
+    """Run both commands in rounds. Return the number of rounds.
 
-    looks: numbers of rounds after which the results are evaluated. Two commands run in all rounds.
-    Pairs that are left out because of the load are then replaced, up to `most` rounds. If there are
-    more commands, the slower ones are dropped at each look, until the fastest is known or no look
-    is left. Raises RuntimeError if a run fails.
+    Pairs that are left out because of the load are replaced, up to `most` rounds. Raises
+    RuntimeError if a run fails.
     """
+    by_name = {command.name: command for command in commands}
+    took_s: list[float] = []  # the rounds of this call
 
-    def result_of(base: str, test: str, rounds: int) -> Result:
-        return overall(compared(base, test, rounds))
-
-    is_race = len(commands) > 2
-    took: list[tuple[int, float]] = []  # rounds of this call: number of commands, seconds
-
-    def run(names: Sequence[str], n: int, last: int) -> None:
-        order = [commands[name] for name in order_of(names, n, plan.seed)]
-        label = f"round {n} of {last}, {len(order)} commands,"
-        if not is_race and n > looks[-1]:
-            label += " replacing a disturbed pair,"
-        seconds = run_round(order, n, plan.interleave)
+    def run(n: int, last: int) -> None:
+        label = f"round {n} of {last}"
+        if n > runs:
+            label += ", replacing a disturbed pair,"
+        seconds = run_round([by_name[name] for name in order_of(n, plan.seed)], n, plan.interleave)
         if seconds is None:
             print_error(f"{label} is already complete")
             return
-        took.append((len(order), seconds))
-        left = sum(not all(c.report(i).is_file() for c in order) for i in range(n + 1, last + 1))
-        if len(took) == 1:
-            spare, first_look = (0, looks[0]) if is_race else (most - last, None)
-            text = total_time(seconds, left + 1, spare, first_look)
-        else:
-            text = time_left([s for count, s in took if count == len(order)], left, is_race)
+        took_s.append(seconds)
+        left = sum(not all(c.report(i).is_file() for c in commands) for i in range(n + 1, last + 1))
+        first = len(took_s) == 1
+        text = total_time(seconds, left + 1, most - last) if first else time_left(took_s, left)
         print_error(f"{label} took {duration(seconds)}{text}")
 
-    first, *others = commands
-    race = Race(list(commands))
-    for n in range(1, looks[-1] + 1):
-        run(race.racing, n, looks[-1])
-        if n == 1:  # check early that the cases have common keys
-            for name in others:
-                compared(first, name, 1)
-        if is_race and n in looks and race.look(n, result_of):
-            return race, n
-    rounds = looks[-1]
-    while not is_race and rounds < most:
-        needed = min(most, looks[-1] + lost_pairs(compared(first, others[0], rounds)))
+    for n in range(1, runs + 1):
+        run(n, runs)
+        if n == 1:
+            compared(1)  # raises if the cases have no common key
+    rounds = runs
+    while rounds < most:
+        needed = min(most, runs + lost_pairs(compared(rounds)))
         if rounds >= needed:
             break
         rounds += 1
-        run(race.racing, rounds, needed)
-    return race, rounds
+        run(rounds, needed)
+    return rounds
 
 
-def total_time(seconds: float, rounds: int, spare: int, first_look: int | None) -> str:
-    """`; 6 rounds take about 4 min`: the estimate after the first round of a call.
+def total_time(seconds: float, rounds: int, spare: int) -> str:
+    """Return `; 6 rounds take about 4 min`: the estimate after the first round of a call.
 
     seconds: duration of that round. rounds: number of rounds in this call, including that one.
-    spare: number of rounds that may be added. first_look: number of rounds before the first look,
-    at which a race may end; None for two commands.
+    spare: number of rounds that may be added.
     """
     if rounds == 1:
         return ""
-    total = f"{rounds} rounds take about {duration(rounds * seconds)}"
-    if first_look is not None:
-        return f"; at most {total}; the first look is after round {first_look}"
+    total = f"; {rounds} rounds take about {duration(rounds * seconds)}"
     if spare:
         most = duration((rounds + spare) * seconds)
         total += f", or up to {most} if disturbed pairs are replaced"
-    return f"; {total}"
+    return total
 
 
-def time_left(took_s: Sequence[float], left: int, is_race: bool) -> str:
-    """`; about 3 min left`. took_s: seconds of earlier rounds with the same number of commands."""
-    if not left:
-        return ""
-    return f"; {'at most' if is_race else 'about'} {duration(left * fmean(took_s))} left"
-
-
-def planned_looks(first: int, most: int) -> list[int]:
-    """The numbers of rounds after which a race is evaluated: 6, 8, 12, 16, 24 for (6, 24).
-
-    Each number is the previous one plus a third, rounded up to an even number, and the last one is
-    `most`. A look is omitted if `most` is larger by at most 15%: it would take a share of the error
-    rate, but could save only few runs.
-    """
-    looks = [first]
-    while looks[-1] < most:
-        following = 2 * math.ceil(looks[-1] * 2 / 3)
-        looks.append(most if following * 1.15 >= most else following)
-    return looks
+def time_left(took_s: Sequence[float], left: int) -> str:
+    """Return `; about 3 min left`. took_s: seconds of earlier rounds."""
+    return f"; about {duration(left * fmean(took_s))} left" if left else ""
 
 
 def measure(args: argparse.Namespace) -> int:
     """Run the commands and print the result. Raises RuntimeError if a run fails."""
     of_reports = {"--interleave": args.interleave, "--ignore-key": args.ignore_key}
     steps = step_logs.steps_of(args, of_reports)
-    commands = commands_of(args, steps)
-    names = list(commands)
-    is_race = len(names) > 2
-    if is_race and args.fail_on:
-        raise ValueError("--fail-on cannot be used with several --b: it applies to two commands")
-    most = max(args.runs, args.max_runs or (4 if is_race else 2) * args.runs)
-    looks = planned_looks(args.runs, most) if is_race else [args.runs]
+    if len(args.b) > 1:
+        got = f"got {len(args.b)} after --b; compare each of them with A in its own --out"
+        raise ValueError(f"expected one command B, quoted as one argument, {got}")
+    out = Path(args.out)
+    a = Command("a", args.a, {}, out / "a", steps)
+    b = Command("b", (args.b or [args.a])[0], dict(args.b_env), out / "b", steps)
+    most = max(args.runs, args.max_runs or 2 * args.runs)
     is_like_with_like = not args.b and not args.b_env
     verdict = Verdict(args.margin, args.ignore_key, args.allow_disturbed, is_like_with_like)
-    design = design_of(verdict, looks, args.interleave, len(names))
 
     @functools.cache
-    def compared(base: str, test: str, rounds: int) -> Comparison:
-        base_paths = commands[base].reports(rounds)
-        test_paths = commands[test].reports(rounds)
+    def compared(rounds: int) -> Comparison:
+        paths = [*a.reports(rounds), *b.reports(rounds)]
         with one_line([args.out]):
-            runs = load([*base_paths, *test_paths], ignore=args.ignore_key)
-            return compare(*sides(runs, base_paths, test_paths), design)
+            run_of = {run.path: run for run in load(paths, ignore=args.ignore_key)}
+            runs = [run_of[path] for path in paths]
+            design = verdict.design(args.runs, args.interleave)
+            return compare(runs[:rounds], runs[rounds:], design)
 
-    out = Path(args.out)
     plan = Plan(seed_of(out), args.interleave)
-    settings = {"interleave": plan.interleave, "looks after runs": looks, "seed": plan.seed}
+    settings = {"interleave": plan.interleave, "runs": args.runs, "seed": plan.seed}
     settings |= steps.settings if steps else {}
-    with open_plan(out, list(commands.values()), settings):
+    with open_plan(out, [a, b], settings):
         verdict.write(out)
-        race, rounds = run_rounds(commands, looks, most, plan, compared)
-    if is_race:
-        show_race(race, compared, args.margin, args.format)
-        return 0
-    comparison = compared(*names, rounds)
-    both = names[0], names[1]
-    put(format_comparison(args.format, comparison, args.fail_on, is_like_with_like, both))
+        rounds = run_rounds([a, b], args.runs, most, plan, compared)
+    comparison = compared(rounds)
+    put(format_comparison(args.format, comparison, args.fail_on, is_like_with_like, ("a", "b")))
     return exit_status(comparison, args.fail_on)
-
-
-def show_race(race: Race, compared: Compared, margin: float, form: str = "table") -> None:
-    """Print the comparison of each command with the best one, and the result in a sentence.
-
-    form: the value of --format.
-    """
-    comparisons = against_the_best(race, compared)
-    if form == "json":
-        pairs = [as_pair(each, race.best, name) for name, each in comparisons.items()]
-        about = as_json.race_of(race, comparisons, margin)
-        put(as_json.document(pairs, race=about, gate=None, status=0))
-        return
-    for name, comparison in comparisons.items():
-        put(f"# BASE: {race.best}. TEST: {name}.\n{show(comparison)}\n")
-    for line in conclusions(race, comparisons, margin):
-        put(f"# {line}")
-
-
-def commands_of(args: argparse.Namespace, steps: step_logs.Steps | None) -> Commands:
-    """A and the commands to compare with it. steps: where to find step times in their logs.
-
-    Raises ValueError if a name is missing or used twice.
-    """
-    a_name, a_text = args.a
-    rivals = [(name, text, args.b_env) for name, text in args.b]
-    if not rivals:
-        rivals = [("", a_text, args.b_env)]
-    commands: Commands = {}
-    for name, text, variables in [(a_name or "a", a_text, []), *rivals]:
-        if not name and len(rivals) > 1:
-            example = "e.g. --b 1MB='torchrun x.py' 5MB='torchrun y.py'"
-            raise ValueError(f"several commands need names, {example}")
-        name = name or "b"
-        if name in commands:
-            raise ValueError(f"two commands are named {name}; use different names")
-        commands[name] = Command(name, text, dict(variables), Path(args.out) / name, steps)
-    return commands
-
-
-def command(text: str) -> tuple[str, str]:
-    """The name, which may be empty, and the command of `COMMAND` or `NAME=COMMAND`."""
-    name, equals, rest = text.partition("=")
-    if not equals or not re.fullmatch(r"[\w.+-]+", name):
-        name, rest = "", text
-    if not rest.strip():
-        raise_invalid("a command", repr(text), "e.g. --a 'torchrun x.py'")
-    return name, rest
 
 
 def variable(text: str) -> tuple[str, str]:
@@ -301,22 +190,31 @@ def variable(text: str) -> tuple[str, str]:
 
 def add_flags(parser: Parser) -> None:
     add = parser.add_argument
-    lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    base = "command A, with which the commands of --b are compared; quoted as one argument"
-    add("--a", required=True, type=command, metavar="[NAME=]COMMAND", help=base)
-    b = "one or more commands to compare with A (default: A itself)"
-    add("--b", type=command, metavar="[NAME=]COMMAND", help=b, **lists)
-    b_env = "environment variables for the commands of --b"
-    add("--b-env", type=variable, metavar="NAME=VALUE", help=b_env, **lists)
+    command = checked(str, lambda text: bool(text.strip()), "a command", "e.g. --a 'torchrun x.py'")
     folder = checked(str, bool, "a folder", "e.g. --out threads")
+    add("--a", required=True, type=command, metavar="COMMAND", help="command A, as one argument")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    add("--b", type=command, metavar="COMMAND", help="command B (default: A)", **several)
+    add("--b-env", type=variable, metavar="NAME=VALUE", help="variables for B", **several)
     add("--out", required=True, type=folder, metavar="DIR", help="folder for reports and logs")
-    runs = "runs of each command; with several --b, runs before the first look (default: 6)"
-    add("--runs", type=number(int, 2), default=6, metavar="N", help=runs)
-    interleave = "start the runs of a round together, and let them alternate block by block"
-    add("--interleave", action="store_true", help=interleave)
-    limit = "maximum number of runs of each command (default: 2 times --runs, to replace disturbed "
-    limit += "pairs; 4 times --runs with several --b)"
-    add("--max-runs", type=positive_int, metavar="N", help=limit)
+    add(
+        "--runs",
+        type=number(int, 2),
+        default=6,
+        metavar="N",
+        help="number of pairs that a verdict requires (default: 6)",
+    )
+    add(
+        "--max-runs",
+        type=positive_int,
+        metavar="N",
+        help="maximum number of pairs, if disturbed ones are replaced (default: 2 times --runs)",
+    )
+    add(
+        "--interleave",
+        action="store_true",
+        help="start both runs of a pair together, and let them alternate block by block",
+    )
     step_logs.add_step_flags(parser, "the output of the commands; --json is then not appended")
     add_verdict_flags(parser)
 

@@ -162,9 +162,8 @@ def table_of(
     comparison: Comparison, is_like_with_like: bool = False
 ) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the table: the cases, then their mean if there is one."""
-    confidence = f"{100 * (1 - comparison.design.error_rate):.4g}%"
     last = "smallest change" if is_like_with_like else "verdict"
-    header = ["case", "BASE", "TEST", "TEST is", f"{confidence} interval", last]
+    header = ["case", "BASE", "TEST", "TEST is", "95% interval", last]
     rows = []
     mean = comparison.mean
     for result in [*comparison.cases, mean] if mean else comparison.cases:
@@ -207,8 +206,6 @@ def heading(comparison: Comparison) -> str:
         how = "one run per side"
     if design.interleaved:
         how += ", with interleaved blocks"
-    if design.looks > 1:
-        how += f"; {design.looks} looks at pairs of commands share the error rate of 5%"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g}%"
     return f"torchrun-bench compare {names} ({measures}): {sides}; {how}"
 
@@ -344,7 +341,7 @@ def format_comparison(
         gate = {"fail_on": fail_on, "outcome": outcome, "why": why}
     pair = as_pair(comparison, *sides, is_like_with_like)
     status = exit_status(comparison, fail_on)
-    return as_json.document([pair], race=None, gate=gate, status=status)
+    return as_json.document([pair], gate=gate, status=status)
 
 
 def as_pair(

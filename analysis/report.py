@@ -313,7 +313,7 @@ def sections_of(
     for folder in folders:
         shown = {name: commands[f"{folder.path}/{name}"] for name in folder.commands}
         try:
-            first += compare_folder(folder, given, runs, shown)
+            first.append(compare_folder(folder, given, runs, shown))
         except ValueError as error:  # a page about the reports is still useful
             why = f"The commands cannot be compared: {error}"
             first.append(Section(folder.path.name, [], warnings=[why]))

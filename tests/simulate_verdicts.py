@@ -23,9 +23,8 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.ab import lost_pairs, order_of, planned_looks
+from analysis.ab import lost_pairs, order_of
 from analysis.runs.load import Row, Run
-from analysis.runs.race import Race
 from analysis.runs.verdicts import Comparison, Design, Result, compare, judge_all
 
 NOISE, RHO = 0.03, 0.8
@@ -102,29 +101,6 @@ def shows_smallest_change(rng: Rng) -> bool:
     return not holds(judged(np.zeros(6), np.log1p(change) + noise(rng, 6), paired=True))
 
 
-def race(rng: Rng, slow: float = 0, keep_levels: bool = False) -> set[str]:
-    """Which of 4 commands are called slower. slow: by how much one of them is slower. keep_levels:
-    each command has a separate drifting level, so its times are correlated from round to round."""
-    looks = planned_looks(6, 24)
-    machine = level(rng, 24)
-    runs = [change + machine + noise(rng, 24) for change in (0, 0, 0, slow)]
-    if keep_levels:
-        runs = [logs + level(rng, 24) for logs in runs]
-    design = Design(paired=True, looks=6 * len(looks))
-
-    def result_of(base: str, test: str, rounds: int) -> Result:
-        times = [np.exp(runs[int(name)])[:rounds].tolist() for name in (base, test)]
-        result = Result("", {}, base_s=times[0], test_s=times[1])
-        judge_all([result], design)
-        return result
-
-    state = Race(list("0123"))
-    for rounds in looks:
-        if state.look(rounds, result_of):
-            break
-    return set(state.lost_to)
-
-
 # what is simulated | nominal rate -> one simulation
 CASES: dict[str, Callable[[Rng], float]] = {
     "the interval contains the true ratio | 95%": lambda rng: holds(equal(rng)),
@@ -142,11 +118,6 @@ CASES: dict[str, Callable[[Rng], float]] = {
     "6 pairs detect the smallest change | 9 of 10": shows_smallest_change,
     "the runs needed for the interval decide | none": lambda rng: decides(rng, 1),
     "three times as many runs, as recommended, decide | 9 of 10": lambda rng: decides(rng, 3),
-    "4 equal commands: one is called slower | at most 5%": lambda rng: bool(race(rng)),
-    "4 equal commands: one is called slower, if each command has correlated times | none": (
-        lambda rng: bool(race(rng, 0, True))
-    ),
-    "one of 4 is 10% slower, and is dropped | none": lambda rng: "3" in race(rng, 0.1),
 }
 
 
@@ -198,7 +169,7 @@ def by_ab(rng: Rng, condition: str, change: float, scatter: float = SCATTER) -> 
     rounds, needed = 0, RUNS
     while rounds < needed:
         rounds += 1
-        for name in order_of(["a", "b"], rounds, seed):
+        for name in order_of(rounds, seed):
             run, now_s = run_of(rng, condition, now_s, change if name == "b" else 0.0, scatter)
             runs[name].append(run)
         comparison = compare(runs["a"], runs["b"], design) if rounds >= RUNS else None

@@ -84,7 +84,7 @@ def test_the_verdict_comes_from_the_reports() -> None:
     sides = [str(RESULTS / "change" / side / "*.jsonl") for side in "ab"]
     base, test = (load_runs([side], ignore=args.ignore_key) for side in sides)
     assert len(base) == len(test) == args.runs
-    for (_, command), runs in zip((args.a, *args.b), (base, test), strict=True):
+    for command, runs in zip((args.a, *args.b), (base, test), strict=True):
         assert all(run.argv[:-2] == shlex.split(command)[4:] for run in runs)
     design = Design(args.margin, paired=True, interleaved=args.interleave)
     printed = compare.show(compare_runs(base, test, design))

@@ -282,30 +282,6 @@ def all_runs(
     return [figure]
 
 
-def all_rounds(results: dict[str, Result], best: str) -> list[Figure]:
-    """Plot the ratios of the commands of a race to the best one: for each round that counts, and
-    the mean with its interval. results: by the names of the other commands."""
-    rows = [(name, result) for name, result in results.items() if result.ratio is not None]
-    if not rows:
-        return []
-    figure = Figure((4.8, 1.1 + 0.45 * len(rows)), label="All rounds")
-    ax = figure.add_subplot()
-    ax.axvline(1, color="#888888", lw=1)
-    for number, (_, result) in enumerate(rows):
-        lane = np.full(len(result.pair_ratios), number - 0.15)
-        ax.plot(result.pair_ratios, lane, "o", ms=4.5, color=SERIES[1], alpha=0.8)
-        draw_ratio(ax, result, number + 0.2)
-    ax.plot([], [], "o", ms=5, color=SERIES[1], label="a round")
-    ax.plot([], [], "kD-", ms=4, lw=1.5, label="mean, interval")
-    ax.set_yticks(range(len(rows)), [textwrap.fill(clean(name, 200), 26) for name, _ in rows])
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.grid(axis="y", visible=False)
-    set_ratios(ax, [ratio for _, result in rows for ratio in result.pair_ratios])
-    ax.set_xlabel(f"time / time of {clean(best, 40)} in the same round")
-    put_legend(ax)
-    return [figure]
-
-
 def draw_ratio(ax: Axes, result: Result, height: float) -> None:
     """Draw a ratio, and its interval if it is narrow enough to be informative."""
     ends = result.interval if result.is_informative and result.interval else ()

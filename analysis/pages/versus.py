@@ -4,7 +4,6 @@ Verdicts, numbers and notes come from the functions with which compare.py and ab
 """
 
 import argparse
-import functools
 import json
 import re
 import shlex
@@ -16,21 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from analysis import show
-from analysis.compare import cells, lines_above, notes_of, table_of, two_sides
-from analysis.pages.figures import all_rounds, all_runs
+from analysis.compare import lines_above, notes_of, table_of, two_sides
+from analysis.pages.figures import all_runs
 from analysis.pages.page import Section, Table
 from analysis.runs.evidence import load_text
 from analysis.runs.load import Run, arrange, copies
 from analysis.runs.plan import PLAN, VERDICT, Verdict, read_lines
-from analysis.runs.race import (
-    Compared,
-    against_the_best,
-    conclusions,
-    design_of,
-    overall,
-    replay,
-    sides,
-)
 from analysis.runs.verdicts import Comparison, Design, Result, compare
 from harness.cli import cut
 
@@ -49,7 +39,6 @@ class Versus:
     names: tuple[str, str]  # of BASE and TEST
     commands: tuple[str, str]
     is_like_with_like: bool = False  # TEST is BASE run again (an A/A test)
-    folded: bool = False
 
     @property
     def title(self) -> str:
@@ -76,7 +65,6 @@ class Versus:
             notes=notes,
             details=headings,
             figures=partial(all_runs, comparison, self.names, not self.is_like_with_like),
-            folded=self.folded,
         )
 
     def sides(self) -> Table:
@@ -164,7 +152,7 @@ class Folder(NamedTuple):
 
     path: Path
     commands: dict[str, str]  # name -> the command with its variables; the first one is A
-    looks: list[int]  # numbers of rounds after which the result was evaluated
+    runs: int  # number of pairs that a verdict requires
     interleave: bool
     verdict: Verdict
 
@@ -187,15 +175,15 @@ def read_folder(word: str) -> Folder:
         if kind == "variable of" and name in commands:
             variable, _, value = text.partition("=")
             commands[name] = f"{variable}={shlex.quote(value)} {commands[name]}"
-    settings = dict(line.split(": ", 1) for line in lines if re.match(r"(looks|interleave)", line))
+    settings = dict(line.split(": ", 1) for line in lines if re.match(r"(runs|interleave)", line))
     try:
-        looks = [int(number) for number in json.loads(settings["looks after runs"])]
+        runs = int(settings["runs"])
         verdict = Verdict(**json.loads((path / VERDICT).read_text()))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a complete folder of ab.py: {error}") from None
-    if len(commands) < 2 or not looks:
-        raise ValueError(f"{path / PLAN} names {len(commands)} commands, expected 2 or more")
-    return Folder(path, commands, looks, settings.get("interleave") == "True", verdict)
+    if len(commands) != 2:
+        raise ValueError(f"{path / PLAN} names {len(commands)} commands, expected 2")
+    return Folder(path, commands, runs, settings.get("interleave") == "True", verdict)
 
 
 def split_line(line: str) -> tuple[str, str, str]:
@@ -206,45 +194,31 @@ def split_line(line: str) -> tuple[str, str, str]:
 
 def compare_folder(
     folder: Folder, given: argparse.Namespace, runs: Sequence[Run], commands: dict[str, str]
-) -> list[Section]:
+) -> Section:
     """The comparison that ab.py printed for a folder, computed again from its runs.
 
     given: flags of report.py; None for those of the last call of ab.py. commands: their texts for
     the page. Raises ValueError if no case is on both sides.
     """
     verdict = with_flags(folder.verdict, given)
-    names = list(folder.commands)
-    design = design_of(verdict, folder.looks, folder.interleave, len(names))
+    a, b = folder.commands
     of_path = {run.path: run for run in runs}
-
-    def path_of(name: str, number: int) -> str:
-        return str(folder.path / name / f"{number:02d}.jsonl")
-
-    def rounds_of(name: str) -> int:
-        number = 0
-        while path_of(name, number + 1) in of_path:
-            number += 1
-        return number
-
-    @functools.cache
-    def compared(base: str, test: str, rounds: int) -> Comparison:
-        paths = [[path_of(name, n + 1) for n in range(rounds)] for name in (base, test)]
-        chosen = copies([of_path[path] for path in (*paths[0], *paths[1])])
-        arrange(chosen, verdict.ignore_key)
-        return compare(*sides(chosen, *paths), design)
-
-    rounds = {name: rounds_of(name) for name in names}
-    common = min(rounds.values())
+    sides: dict[str, list[Run]] = {a: [], b: []}
+    for name, side in sides.items():
+        while run := of_path.get(str(folder.path / name / f"{len(side) + 1:02d}.jsonl")):
+            side.append(run)
+    common = min(map(len, sides.values()))
     if not common:
         raise ValueError("no round is complete")
-    if len(names) == 2:
-        a, b = names
-        sides_of_pair = commands[a], commands[b]
-        pair = Versus(compared(a, b, common), (a, b), sides_of_pair, verdict.is_like_with_like)
-        section = pair.section()
-        section.warnings += unfinished_rounds(rounds, common)
-        return [section]
-    return sections_of_race(folder, rounds, compared, commands, verdict.margin)
+    chosen = copies([*sides[a][:common], *sides[b][:common]])
+    arrange([*chosen], verdict.ignore_key)  # sorts a copy of the list
+    design = verdict.design(folder.runs, folder.interleave)
+    comparison = compare(chosen[:common], chosen[common:], design)
+    texts = commands[a], commands[b]
+    section = Versus(comparison, (a, b), texts, verdict.is_like_with_like).section()
+    rounds = {name: len(side) for name, side in sides.items()}
+    section.warnings += unfinished_rounds(rounds, common)
+    return section
 
 
 def with_flags(verdict: Verdict, given: argparse.Namespace) -> Verdict:
@@ -263,47 +237,6 @@ def unfinished_rounds(rounds: dict[str, int], common: int) -> list[str]:
     """A remark on the runs of a round that was not finished."""
     more = [f"{name}/{common + 1:02d}" for name, count in rounds.items() if count > common]
     return [f"{', '.join(more)} has no partner: its round was not finished."] if more else []
-
-
-def sections_of_race(
-    folder: Folder,
-    rounds: dict[str, int],
-    compared: Compared,
-    commands: dict[str, str],
-    margin: float,
-) -> list[Section]:
-    """The result of a race, and each command against the best one."""
-    race, is_finished = replay(folder.looks, rounds, compared)
-    comparisons = against_the_best(race, compared)
-    headline, *warnings = conclusions(race, comparisons, margin)
-    results = {name: overall(comparison) for name, comparison in comparisons.items()}
-    rows = [[race.best, "BASE", "", "", str(race.rounds[race.best]), commands[race.best]]]
-    marks = {}
-    for name, result in results.items():
-        if result.verdict in MARKS:
-            marks[len(rows)] = MARKS[result.verdict]
-        *_, ratio, ends, verdict = cells(result)
-        rows.append([name, verdict, ratio, ends, str(race.rounds[name]), commands[name]])
-    header, _ = table_of(next(iter(comparisons.values())))
-    heads = ("name", "verdict", f"against {race.best}", header[4], "rounds", "command")
-    title = "Each command against the best one"
-    if any(not result.key for result in results.values()):
-        title += ": geometric means over cases"
-    if not is_finished:
-        warnings = ["The race was not finished, so the order may change.", *warnings]
-    overview = Section(
-        "Which command is the fastest?",
-        [],
-        answers=[headline],
-        warnings=warnings,
-        first=[Table(title, heads, rows, marks)],
-        figures=partial(all_rounds, results, race.best),
-    )
-    parts = []
-    for name, comparison in comparisons.items():
-        sides_of_pair = commands[race.best], commands[name]
-        parts.append(Versus(comparison, (race.best, name), sides_of_pair, folded=True).section())
-    return [overview, *parts]
 
 
 def compare_sides(base: Sequence[str], given: argparse.Namespace, runs: Sequence[Run]) -> Section:

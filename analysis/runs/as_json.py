@@ -11,15 +11,14 @@ from typing import Any
 
 from analysis.runs.evidence import busiest_load
 from analysis.runs.load import Run
-from analysis.runs.race import Race, is_clear, overall, persistent_of, sentence
-from analysis.runs.verdicts import Comparison, Design, Result, geometric_mean
+from analysis.runs.verdicts import ALPHA, Comparison, Design, Result, geometric_mean
 from harness.cli import VERSION
 
 SCHEMA = "torchrun-bench-verdicts/1"
 
 
 def document(pairs: Sequence[dict[str, Any]], **about: Any) -> str:
-    """The document as text. pairs: results of `pair_of`. about: race, gate and status."""
+    """The document as text. pairs: results of `pair_of`. about: gate and status."""
     content = {"schema": SCHEMA, "version": VERSION, "pairs": pairs, **about}
     return json.dumps(finite(content), indent=1, allow_nan=False)
 
@@ -51,27 +50,13 @@ def pair_of(comparison: Comparison, notes: Sequence[str], base: str, test: str) 
     }
 
 
-def race_of(race: Race, comparisons: dict[str, Comparison], margin: float) -> dict[str, Any]:
-    """The result of a race. comparisons: of each other command with the best one."""
-    results = {name: overall(comparison) for name, comparison in comparisons.items()}
-    return {
-        "best": race.best,
-        "is_clear": is_clear(race, results),
-        "rounds": race.rounds,
-        "lost_to": race.lost_to,
-        "persistent": persistent_of(comparisons),
-        "sentence": sentence(race, results, margin),
-    }
-
-
 def design_of(design: Design) -> dict[str, Any]:
     """How the sides are compared."""
     return {
         "unit": "pair" if design.paired else "run",
         "interleaved": design.interleaved,
         "margin": design.margin,
-        "confidence": round(1 - design.error_rate, 9),
-        "looks": design.looks,
+        "confidence": 1 - ALPHA,
         "needed": design.runs,
         "allow_disturbed": design.allow_disturbed,
     }

@@ -120,13 +120,9 @@ class Command:
                     preexec_fn=end_with_parent,
                 )
             except FileNotFoundError as error:
-                what = f"{error.strerror}: {words[0]!r}"
-                ending = f"={self.text}"  # without --b, both sides have the same text
-                if given := [word for word in sys.argv if word.endswith(ending)]:
-                    name = given[0].removesuffix(ending).rpartition("=")[2]
-                    example = f"e.g. env {name}={self.text}"
-                    what += f"; {name}=... names a command; to set a variable use `env`, {example}"
-                raise ValueError(what) from None
+                is_variable = "=" in words[0]
+                hint = f"; to set a variable, write env {words[0]} ..." if is_variable else ""
+                raise ValueError(f"{error.strerror}: {words[0]!r}{hint}") from None
 
     def finish(
         self, number: int, process: subprocess.Popen[bytes], was_interleaved: bool = True

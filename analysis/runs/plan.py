@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from analysis.runs.verdicts import Design
 from harness.cli import cut
 from harness.contents import harness, is_installed, modules, of_file, python_program
 from harness.report import shown, without_secrets
@@ -49,6 +50,10 @@ class Verdict(NamedTuple):
     ignore_key: list[str]
     allow_disturbed: bool
     is_like_with_like: bool  # A was compared with itself
+
+    def design(self, runs: int, interleave: bool) -> Design:
+        """Return how pairs of runs are compared. runs: number of pairs that a verdict requires."""
+        return Design(self.margin, True, interleave, runs, self.allow_disturbed)
 
     def write(self, out: Path) -> None:
         """Write them to the folder of the call, where report.py reads them."""

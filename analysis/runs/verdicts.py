@@ -30,7 +30,6 @@ from analysis.runs.evidence import (
 from analysis.runs.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
 from analysis.show import is_number, join_distinct
 from harness.cli import cut
-from harness.report import Estimate
 
 Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run lacks the case
 
@@ -56,12 +55,6 @@ class Design:
     interleaved: bool = False  # the runs alternated block by block: use equally many blocks of both
     runs: int = 2  # number of runs per side that must be evidence for a verdict
     allow_disturbed: bool = False  # keep runs whatever their load
-    looks: int = 1  # number of evaluations of growing data, which share the error rate
-
-    @property
-    def error_rate(self) -> float:
-        """The error rate of one look. The confidence level of an interval is 1 minus this rate."""
-        return ALPHA / self.looks
 
 
 @dataclass
@@ -95,7 +88,7 @@ class Result:
     base_why: dict[int, str] = field(default_factory=dict)
     test_why: dict[int, str] = field(default_factory=dict)
     ratio: float | None = None
-    # of the ratio, with confidence 1 - Design.error_rate; None if the scatter of runs is unknown
+    # of the ratio, with confidence 1 - ALPHA; None if the scatter of runs is unknown
     interval: tuple[float, float] | None = None
     p: float | None = None  # probability of a ratio at least this far from 1 if nothing changed
     runs_needed: int | None = None  # runs per side that narrow the interval to about +-margin
@@ -114,14 +107,6 @@ class Result:
             return False
         low, high = self.interval
         return self.ratio / WIDEST <= low and high <= self.ratio * WIDEST
-
-    @property
-    def factor(self) -> Estimate | None:
-        """The ratio with its interval, which is omitted if it is too wide to print. None if the
-        scatter of runs is unknown."""
-        if self.ratio is None or self.interval is None:
-            return None
-        return Estimate(self.ratio, *self.interval) if self.is_informative else Estimate(self.ratio)
 
 
 @dataclass(frozen=True)
@@ -368,23 +353,6 @@ def interleaved_times(base: Row, test: Row) -> tuple[float, float]:
     return times[0], times[1]
 
 
-def is_autocorrelated(ratios: Sequence[float]) -> bool:
-    """Whether the ratios of successive rounds are autocorrelated; True for 2 to 5% of independent
-    series.
-
-    The test is r > 1.645 / sqrt(n) - 1 / n, where r is the lag-1 autocorrelation of the logarithms.
-    For independent ratios, r is approximately normal with these moments (Bartlett, J. R. Statist.
-    Soc. B 8, 1946). It needs at least 6 rounds.
-    """
-    if len(ratios) < 6:
-        return False
-    x = np.log(ratios)
-    x = x - x.mean()
-    if not x.any():
-        return False
-    return bool(x[1:] @ x[:-1] / (x @ x) > 1.645 / sqrt(len(x)) - 1 / len(x))
-
-
 def mean_of(cases: Sequence[Result]) -> Result | None:
     """The geometric mean over cases, computed per run, because a disturbance affects all cases of a
     run.
@@ -421,7 +389,7 @@ def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
 def judge_all(cases: Sequence[Result], design: Design) -> None:
     """Fill in everything that follows from the times. The mean, if there is one, is the last case.
 
-    The false discovery rate is limited to error_rate: this is the expected share of equal cases
+    The false discovery rate is limited to ALPHA: this is the expected share of equal cases
     among those that are significant (Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995). The
     limit is proven for independent cases; tests/simulate_verdicts.py simulates such cases.
     """
@@ -432,7 +400,7 @@ def judge_all(cases: Sequence[Result], design: Design) -> None:
     adjusted = iter(stats.false_discovery_control(p_values) if p_values else [])
     for case in compared:
         is_counted = case.p is not None and case.enough
-        is_discovery = is_counted and next(adjusted) <= design.error_rate
+        is_discovery = is_counted and next(adjusted) <= ALPHA
         case.verdict, why = judge(case, is_discovery, design.margin)
         case.reason = "; ".join(filter(None, [why, case.reason]))
 
@@ -460,11 +428,11 @@ def estimate(case: Result, design: Design) -> None:
             weight = 1 / len(base) + 1 / len(test)
             is_one_alone = min(len(base), len(test)) == 1
             result = stats.ttest_ind(test, base, equal_var=is_one_alone)
-        low, high = result.confidence_interval(1 - design.error_rate)
+        low, high = result.confidence_interval(1 - ALPHA)
     certain = (1 - case.rounding[0]) * (1 - case.rounding[1])
     case.interval = finite_exp(low) * certain, finite_exp(high) / certain
     case.p = 1.0 if log_ratio == 0 else float(result.pvalue)
-    t = stats.t.ppf(1 - design.error_rate / 2, result.df)
+    t = stats.t.ppf(1 - ALPHA / 2, result.df)
     error = (high - low) / 2 / t
     case.smallest_change = finite_exp(error * detectable_errors(t, result.df)) - 1
     case.runs_needed = runs_needed(error / sqrt(weight), design)
@@ -498,7 +466,7 @@ def runs_needed(scatter: float, design: Design) -> int | None:
     """
     sides = 1 if design.paired else 2
     runs = np.arange(2, MAX_RUNS + 1)
-    t = stats.t.ppf(1 - design.error_rate / 2, sides * (runs - 1))
+    t = stats.t.ppf(1 - ALPHA / 2, sides * (runs - 1))
     enough = runs[t * scatter * np.sqrt(sides / runs) <= log1p(design.margin)]
     return int(enough[0]) if len(enough) else None
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from analysis.compare import as_pair, show
+from analysis.compare import as_pair
 from analysis.runs import as_json
-from analysis.runs.load import load
-from analysis.runs.verdicts import Comparison, Design, Result, compare
+from analysis.runs.verdicts import Comparison, Design, Result
 from tests.pure.reports import ROOT, alike, case, run, start, write
 from tests.pure.tables import check_pair
 
@@ -62,7 +61,7 @@ def test_some_runs_of_both_sides_do_not_count(tmp_path: Path) -> None:
     content, table = document(*words, "--fail-on", "slower,faster")
     (pair,) = content["pairs"]
     check_pair(pair, table)
-    assert (pair["base"], pair["test"], content["race"]) == ("BASE", "TEST", None)
+    assert (pair["base"], pair["test"]) == ("BASE", "TEST")
     assert {row["case"]: row["verdict"] for row in pair["cases"]} == {
         "equal": "same",
         "slower": "slower",
@@ -172,17 +171,6 @@ def test_nan_is_null() -> None:
     assert (row["p"], row["interval"], row["base_s"]) == (None, [1.0, 1.0], None)
 
 
-def test_the_looks_of_a_race_share_the_error_rate(tmp_path: Path) -> None:
-    for side in "ab":
-        for i, seconds in enumerate(alike(4, 0.1, ord(side))):
-            write(tmp_path / side / f"{i}.jsonl", case("x", [seconds] * 5), started_at=start(i))
-    runs = [load([str(tmp_path / side)]) for side in "ab"]
-    comparison = compare(runs[0], runs[1], Design(paired=True, looks=6, runs=4))
-    pair = json.loads(as_json.document([as_pair(comparison, "a", "b")]))["pairs"][0]
-    check_pair(pair, show(comparison))
-    assert pair["design"]["confidence"] == pytest.approx(1 - 0.05 / 6)
-
-
 def test_the_page_describes_every_entry(tmp_path: Path) -> None:
     """And no entry that does not exist."""
     page = (ROOT / "docs" / "compare.md").read_text()
@@ -195,6 +183,5 @@ def test_the_page_describes_every_entry(tmp_path: Path) -> None:
     assert named == {*content, *pair, *case}
     assert pair["mean"].keys() == case.keys() - {"runs"}
     inner = [content["gate"], pair["design"], pair["runs"]["base"][0], case["runs"][0]]
-    race = {"best", "is_clear", "rounds", "lost_to", "persistent", "sentence"}
-    for entries in (*inner, pair["environment"][0], race):
+    for entries in (*inner, pair["environment"][0]):
         assert [name for name in entries if f"`{name}`" not in page] == []

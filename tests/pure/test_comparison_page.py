@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from analysis.pages.figures import all_runs, draw
 from analysis.pages.page import short_names, without_folders
-from analysis.report import sections_of
 from analysis.runs.load import load
 from analysis.runs.verdicts import Design, compare
 from tests.pure.pages import lines_of, page_of, tables_of
@@ -213,33 +212,6 @@ def test_a_command_against_itself(tmp_path: Path, command: Callable[[float], str
     assert_agree(page, done.stdout)
     assert '<h2 id="s1">a against itself</h2>' in page
     assert "smallest change" in tables_of(page)["Verdicts"][0]
-
-
-def test_a_race_of_several_commands(tmp_path: Path, command: Callable[[float], str]) -> None:
-    """Commands are in the order of ab.py, the best one is BASE, and each pair has a table."""
-    out = str(tmp_path / "out")
-    words = ["--a", f"one={command(1)}", "--b", f"slow={command(1.3)}", f"two={command(1)}"]
-    words += ["--margin", "0.1%"]  # so small that both looks are needed
-    done = run("ab.py", "--out", out, "--runs", "4", "--max-runs", "6", *words)
-    assert done.returncode == 0, done.stderr
-    page = page_of(tmp_path, out)
-    told = [line[2:] for line in done.stdout.splitlines() if re.match("# (no clear )?best", line)]
-    assert lines_of(page, "answer")[0] == told[0]
-    _, sections = sections_of([out])
-    parts = re.split(r"^# BASE: ", done.stdout, flags=re.M)[1:]
-    for section, part in zip(sections[1:3], parts, strict=True):
-        best, name = re.findall(r"(\w+)\. TEST: (\w+)\.\n", part)[0]
-        assert (section.title, section.folded) == (f"{name} against {best}", True)
-        header, rows = section.first[1].header, section.first[1].rows
-        order = [*(header.index(name) for name in COLUMNS[:4]), 3, 1]
-        assert [[row[i] for i in order] for row in rows] == rows_of(part)
-    race = sections[0].first[0]
-    assert [int(row[4]) for row in race.rows[:2]] == [6, 6]
-    assert [row[0] for row in race.rows][-1] == "slow"
-    assert race.rows[-1][1] == "slower"
-    # a point for each round, and a mean for each command
-    (figure,) = sections[0].figures()
-    assert len(figure.axes[0].get_yticklabels()) == 2
 
 
 def test_a_folder_that_was_interrupted(tmp_path: Path, command: Callable[[float], str]) -> None:

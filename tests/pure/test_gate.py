@@ -84,7 +84,7 @@ def test_git_bisect_finds_the_slow_commit(tmp_path: Path, third_status: str, thi
     add_flags(parser)
     args = parser.parse_args(flags)
     assert (script, args.runs, args.fail_on) == ("/t/analysis/ab.py", 6, ["slower"])
-    assert (args.a, args.b) == (("", "env -C 'a good one' measure -b 8"), [("", "measure -b 8")])
+    assert (args.a, args.b) == ("env -C 'a good one' measure -b 8", ["measure -b 8"])
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 255), (130, 255), (0, 0)])

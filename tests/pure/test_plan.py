@@ -82,13 +82,13 @@ def test_variables_that_count() -> None:
 
 
 def test_differences_between_a_call_and_a_plan() -> None:
-    begin = ["looks: [6]", "command a: x", "command b: y"]
+    begin = ["runs: 6", "command a: x", "command b: y"]
     mine = ["file of a: 11 x.py", "file of b: 22 x.py", "inherited variable F=1"]
     assert plan.why_different([*begin, *mine], [*begin, *mine]) == ""
     assert plan.why_different([*begin, *mine], [*begin, *mine, "file of a: 33 made.txt"]) == ""
     assert (
-        plan.why_different([*begin, *mine], ["looks: [8]", *begin[1:], *mine])
-        == "its plan does not contain looks: [8]"
+        plan.why_different([*begin, *mine], ["runs: 8", *begin[1:], *mine])
+        == "its plan does not contain runs: 8"
     )
     assert plan.why_different([*begin, *mine], [*begin[:2], *mine]) == "its plan has more commands"
     edited = ["file of a: 12 x.py", "file of b: 22 x.py", "inherited variable G="]
