@@ -61,9 +61,8 @@ from analysis.runs.load import (
     rows_of,
     values_of,
 )
-from common.stats import median
+from common.stats import Estimate, digits_of, median, significant
 from harness.cli import Parser, cut, refuse, refuse_foreign, show_size
-from harness.report import Estimate, digits_of, significant
 
 FRACTIONS = (
     *("_rel", "efficiency", "overlap", "mfu", "spread"),

@@ -32,8 +32,8 @@ from analysis.traces import bandwidth, calls, kineto  # first: it reports a miss
 from analysis.traces.bandwidth import Row
 from analysis.traces.calls import Group, Waiting
 from analysis.traces.kineto import Activity, Cover, Span, Step, Trace, union
-from common.stats import collective_times
 from harness import cli, report
+from harness.isolated import collective_times
 
 # isort: split
 from tqdm import tqdm

@@ -69,12 +69,12 @@ from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, ran
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.settings import SEQUENTIAL
-from common.groups import NO_TIMEOUT, Group, barrier_before_new_group, broadcast
-from common.stats import Times, median
+from common.groups import NO_TIMEOUT, Group, barrier_before_new_group
+from common.stats import Estimate, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import RankTimes, Workload, rule_reached
 from harness.benchmark import Benchmark, Key, Planned
-from harness.report import Case, Estimate
+from harness.report import Case
 
 IDLE_STEPS = 4  # steps timed before an asynchronous checkpoint, while nothing is saved
 FROM_DISK = 0.9  # minimum share of the state that a load `from disk` reads from the device
@@ -472,7 +472,7 @@ class Training:
             count = len(done[name])
             spent_s = perf_counter() - start
             is_last = count + 2 > most or spent_s * (count + 2) / count > rule.max_seconds
-            enough = count % 2 == 1 and bool(broadcast(is_last, self.group))
+            enough = count % 2 == 1 and bool(self.group.broadcast(is_last))
         return done
 
 
@@ -520,7 +520,7 @@ def measure(training: Training, group: Group) -> Workload:
         spent = perf_counter() - started
         totals = [checkpoint.total for checkpoint in timed]
         reached = rule_reached(totals, len(totals), spent, training.bench.rule, compared=True)
-        stop = broadcast(reached, group)
+        stop = group.broadcast(reached)
     facts = Facts(
         first=first,
         loads=training.loads(),
@@ -703,7 +703,7 @@ def main() -> int:
         made = bench.prepare(
             "--paths", lambda: make_folders(args.paths, needed) if is_first else []
         )
-        folders = dict(zip(args.paths or ["TMPDIR"], broadcast(made), strict=True))
+        folders = dict(zip(args.paths or ["TMPDIR"], bench.job.broadcast(made), strict=True))
         for title, cases in tables.items():
             with bench.begin_table(title, COLUMNS, answers, Table(COLUMNS, WIDEST)) as table:
                 for name, _, key in cases:

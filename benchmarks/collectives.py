@@ -53,12 +53,12 @@ from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
 from common.groups import Group, Job, barrier_before_new_group, connect
-from common.stats import Implausible, Samples, Times, median
+from common.stats import Estimate, Implausible, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
 from harness.benchmark import Answer, Benchmark, Key, Planned
 from harness.environment import count_of, node_of_each
-from harness.report import UNCHECKED, Case, Estimate
+from harness.report import UNCHECKED, Case
 
 Groups = list[list[int]]  # the ranks of each group
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")

@@ -96,7 +96,7 @@ from benchmarks.workloads.settings import (
     split_case,
 )
 from benchmarks.workloads.training import training_metrics
-from common.groups import Group, Job, broadcast
+from common.groups import Group, Job
 from common.stats import Times, drop_wide_interval
 from common.table import Columns, ends, metric, relative
 from common.timing import Workload, time_block
@@ -508,7 +508,7 @@ def build(bench: Benchmark, start_s: dict[str, float], key: Key, group: Group) -
     task = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
     need_size(key["model"], key["batch_size"])
     alone = reference_of(task, key["dtype"], ranks) if bench.job.rank == 0 else None
-    wanted: Reference | str = broadcast(alone, group)
+    wanted: Reference | str = group.broadcast(alone)
     mesh = dist.DeviceMesh.from_group(group.workload, device.type)
     forget_groups(mesh)  # otherwise caches would keep the group open when a later case aborts it
     settings = settings_of(key)

@@ -77,13 +77,13 @@ from benchmarks.workloads.settings import (
     split_case,
 )
 from benchmarks.workloads.training import breakdown, training_metrics
-from common.groups import Group, Job, broadcast
-from common.stats import Implausible, Times
+from common.groups import Group, Job
+from common.stats import Implausible, Times, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import Workload
 from harness.benchmark import Benchmark, Key, Planned
 from harness.environment import count_of
-from harness.report import Case, show_seconds
+from harness.report import Case
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # quick on a laptop, with small images
@@ -415,7 +415,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
                 if key["global_batch"]:
                     its_batch = make_batch(size, key["image_size"], job.device)
                 one_rank = first.make_step(model.module, its_batch)  # the module inside DDP
-            if broadcast(one_rank and fits(one_rank), group):  # the first rank decides
+            if group.broadcast(one_rank and fits(one_rank)):  # the first rank decides
                 parts["no ddp"] = one_rank
             else:
                 why = f"a batch of {size} does not fit into the memory of one rank"

@@ -61,7 +61,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks.workloads.check import compare_replicas, digest, verdict
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.training import straggler, training_metrics
-from common.groups import Group, Job, broadcast
+from common.groups import Group, Job
 from common.stats import Times, drop_wide_interval
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
@@ -330,7 +330,7 @@ def prepare_files(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, st
     if args.data:
         return bench.prepare("--data", lambda: find_files(Path(args.data))), ""
     first_of_node = job.rank - job.local_rank
-    name = f"input_sweep-{broadcast(secrets.token_hex(8))}-{first_of_node}"
+    name = f"input_sweep-{job.broadcast(secrets.token_hex(8))}-{first_of_node}"
     folder = Path(tempfile.gettempdir(), name)
 
     def make() -> None:

@@ -80,8 +80,8 @@ from benchmarks.workloads.outliers import (
     sentences,
 )
 from benchmarks.workloads.ranks import ranks_by_node
-from common.groups import Group, Job, barrier_before_new_group, broadcast, connect
-from common.stats import Times, by_round, median
+from common.groups import Group, Job, barrier_before_new_group, connect
+from common.stats import Times, by_round, median, significant
 from common.table import Cell, Columns, metric, relative
 from common.timing import STEP, Step, Workload
 from harness.benchmark import LOAD_UNKNOWN, Benchmark, Build, Derive, Key, Planned, check_flags
@@ -94,7 +94,7 @@ from harness.environment import (
     occupied,
     rank_names,
 )
-from harness.report import Case, Report, significant
+from harness.report import Case, Report
 
 Teams = list[list[int]]  # the ranks of each node, or of each rail
 
@@ -744,9 +744,9 @@ def fraction_per_round(rounds: int) -> float:
     return min(LINKS_FRACTION, ALL_LINKS_FRACTION / max(rounds, 1))
 
 
-def seconds_left(budget: float) -> float:
+def seconds_left(job: Job, budget: float) -> float:
     """Seconds left of the budget, which began when rank 0 started. A collective call."""
-    return float(broadcast(budget + cli.STARTED_S - time.monotonic()))
+    return float(job.broadcast(budget + cli.STARTED_S - time.monotonic()))
 
 
 def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:
@@ -770,7 +770,7 @@ def measure(
     rule = replace(bench.rule, target_ci=0.0, max_seconds=seconds, patience=1)
     if not rule.full_warmup:
         rule = replace(rule, warmup_iters=2)
-    left = seconds_left(budget)
+    left = seconds_left(bench.job, budget)
     reserve = left / 2
     expected, left_out = FIRST_CASE_FRACTION * budget, ""
     for number, part in enumerate(parts):
@@ -786,11 +786,11 @@ def measure(
         )
         if case and case.failed:
             bench.print(f"# {name}: {case.check}")
-        before, left = left, seconds_left(budget)
+        before, left = left, seconds_left(bench.job, budget)
         expected = before - left
     # the key of a case contains all entries of the key of its phase
     cases = [case for case in bench.report.cases if key.items() <= case.key.items()]
-    return broadcast(phase.judge(cases)._replace(left_out=left_out)), parts
+    return bench.job.broadcast(phase.judge(cases)._replace(left_out=left_out)), parts
 
 
 def measure_twice(bench: Benchmark, phase: Phase) -> Judgement:
@@ -834,7 +834,7 @@ def stay_near(device: torch.device) -> None:
 def give_verdict(bench: Benchmark, cluster: Cluster, found: Judgement, left_out: list[str]) -> None:
     """Print the verdict, and write --exclude-file. found: the findings of all phases."""
     args, environment, cases = bench.args, bench.report.environment, bench.report.cases
-    others, seconds = bench.disturbed(), args.budget - seconds_left(args.budget)
+    others, seconds = bench.disturbed(), args.budget - seconds_left(bench.job, args.budget)
     if bench.job.rank != 0:
         return
     nodes = count_of(environment["num_nodes"], "node")
@@ -889,7 +889,7 @@ def main() -> int:
                 found.slow.update(judgement.slow)
                 found.unsteady.extend(judgement.unsteady)
                 left_out += [judgement.left_out] if judgement.left_out else []
-        if not broadcast(len(bench.report.cases)):
+        if not bench.job.broadcast(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         give_verdict(bench, cluster, found, left_out)
     return bench.status

@@ -68,11 +68,12 @@ from benchmarks.workloads.links import (
 )
 from benchmarks.workloads.outliers import MARGIN, SIGMAS, Findings, Names, sentences
 from benchmarks.workloads.ranks import partition
+from common.stats import significant
 from common.table import percent
 from harness.benchmark import LOAD_UNKNOWN, Benchmark, Key, folded
 from harness.cpu_load import Others
 from harness.environment import count_of, node_names, node_of_each, rank_names
-from harness.report import Case, significant
+from harness.report import Case
 
 LARGEST_MATRIX = 32  # members; with more, only the worst links are printed
 WORST = 20  # number of links that are printed then

@@ -82,12 +82,12 @@ from benchmarks.workloads.reference import (
 from benchmarks.workloads.room import check_room, sharers
 from benchmarks.workloads.settings import SEQUENTIAL
 from benchmarks.workloads.training import straggler, training_metrics
-from common.groups import Group, Job, broadcast
-from common.stats import Implausible, Times
+from common.groups import Group, Job
+from common.stats import Implausible, Times, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 from harness.benchmark import Benchmark, Key, Planned
-from harness.report import Case, show_seconds
+from harness.report import Case
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to that of the first step
 # Peak TFLOP/s in fp32 and bf16 of dense matrix products accumulated in fp32, from NVIDIA's
@@ -442,7 +442,7 @@ def main() -> int:
         flags = "--sequence-length or --global-batch"
         bench.prepare("--global-batch", partial(check_room, needed, job, environment, flags))
         bench.announce({title: cases})
-        reference = broadcast(train_reference(first, job.device) if job.rank == 0 else None)
+        reference = job.broadcast(train_reference(first, job.device) if job.rank == 0 else None)
         if isinstance(reference, str):
             bench.print(f"# not checked: {reference}")
         lr = reference.lr if isinstance(reference, Reference) else 0.0

@@ -57,13 +57,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from benchmarks.workloads import operations
 from benchmarks.workloads.operations import Member, Operation
 from benchmarks.workloads.room import check_room
-from common.groups import Group, Job, barrier_before_new_group, broadcast, connect, gather
-from common.stats import Times, drop_wide_interval, median, percentiles
+from common.groups import Group, Job, barrier_before_new_group, connect
+from common.stats import Times, drop_wide_interval, median, percentiles, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import STEP, Step, Workload
 from harness.benchmark import Benchmark, Key
 from harness.environment import count_of
-from harness.report import Case, show_seconds
+from harness.report import Case
 
 # The rank in the name of a file: fr_0.json, nccl_trace_rank_0, rank0_trace.json.gz,
 # rank-0.Apr_03.json.gz; also after the name of a host, as in nccl_trace_rank_node2_5
@@ -874,9 +874,9 @@ def main() -> int:
     with Benchmark("replay", args) as bench:
         job = bench.job
         recordings: list[Recording] = []  # of all ranks; for a dry run the folder may be missing
-        if not args.dry_run or broadcast(Path(args.trace).is_dir()):
+        if not args.dry_run or job.broadcast(Path(args.trace).is_dir()):
             mine = bench.prepare("FOLDER", lambda: read(args.trace, job.rank, job.world_size))
-            gathered = broadcast(gather(mine))
+            gathered = job.broadcast(job.gather(mine))
             recordings = bench.prepare("FOLDER", lambda: in_order(gathered))
         # identifies the operations, whatever format they were recorded in
         content = repr([(of.steps, of.time_s, of.calls) for of in recordings])

@@ -64,11 +64,11 @@ from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.settings import side_by_side
 from common.groups import Group, Job
 from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
-from common.stats import Times
+from common.stats import Estimate, Times, significant
 from common.table import Cell, Columns, Table, metric, number_of, relative
 from common.timing import Workload
 from harness.benchmark import Benchmark, Key, Planned
-from harness.report import Case, Estimate, significant
+from harness.report import Case
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**26]  # bytes

@@ -67,19 +67,19 @@ from benchmarks.workloads.meshes import (
 from benchmarks.workloads.operations import OPERATIONS
 from benchmarks.workloads.room import free_on_host
 from common.groups import Group, Job
-from common.stats import (
+from common.stats import Estimate, drop_wide_interval
+from common.table import Cell, Columns, ends, metric, render
+from harness.benchmark import folded, report_lines, terminal_width
+from harness.environment import count_of
+from harness.isolated import (
     IsolatedTimes,
     Layout,
     collective_times,
-    drop_wide_interval,
     isolated_time,
     layout_of,
     total,
 )
-from common.table import Cell, Columns, ends, metric, render
-from harness.benchmark import folded, report_lines, terminal_width
-from harness.environment import count_of
-from harness.report import Case, Estimate, Report, load
+from harness.report import Case, Report, load
 
 if TYPE_CHECKING:
     from benchmarks.workloads.axes import Trainer
@@ -288,16 +288,18 @@ def simulate(key: Key) -> Step:
     """Train as the rank of a key, without the other ranks, and record one step."""
     rank, ranks, per_node = key["rank"], key["world_size"], key["gpus_per_node"]
     with fake_world(rank, ranks) as store:
-        job = Job(rank, rank % per_node, ranks, per_node, torch.device("cpu"), "fake", store)
-        return record_step(key, job)
+        world: Any = dist.group.WORLD
+        cpu = torch.device("cpu")
+        return record_step(
+            key, Job(rank, rank % per_node, ranks, per_node, cpu, "fake", store, world)
+        )
 
 
 def record_step(key: Key, job: Job) -> Step:
     from benchmarks.workloads.axes import train  # takes seconds to import; --help does not wait
 
     mesh = parse_mesh(key["mesh"])
-    world: Any = dist.group.WORLD
-    meshes = open_meshes(mesh, [], job, Group((job.rank,), world, world))
+    meshes = open_meshes(mesh, [], job, Group((job.rank,), job.control, job.control))
     groups = groups_of(meshes)
     heard: Counter[tuple[str, str, int, str]] = Counter()
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,8 @@ import torch.distributed as dist
 # (torch 2.15). Importing it here, before there is a group, avoids that.
 import torch.distributed.nn.functional
 
-from harness.cli import describe, exit_now, write
+from common.errors import LostPeer
+from harness.cli import describe, write
 
 # Of the control group. Ranks outside a case wait there until it ends; the watchdog ends hangs.
 NO_TIMEOUT = timedelta(days=30)
@@ -46,10 +47,36 @@ class Job:
     device: torch.device
     backend: str  # of the groups under test
     store: dist.Store  # the store of the rendezvous
+    control: dist.ProcessGroup  # gloo over all ranks, for metadata and decisions
     second_store: dist.Store | None = None  # a second connection to it, for the watchdog
     timeout: timedelta = NO_TIMEOUT  # torch's own, of groups under test; beyond the watchdog's
     keeps_memory: bool = False  # whether glibc keeps freed memory: `keep_freed_memory` in join.py
     rendezvous_s: float = 0.0  # seconds until all ranks had joined
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Gather a picklable value from each rank. All ranks call it.
+
+        Returns the values in the order of ranks on rank 0, and None on the other ranks. No rank
+        returns before all have called it, because gather_object all-gathers the sizes first.
+        Otherwise early ranks would enter their next phase, and hang detection would report rank 0,
+        which still waits for the late rank, as late too. Raises LostPeer.
+        """
+        values = [None] * self.world_size if self.rank == 0 else None
+        with lost_peer():
+            dist.gather_object(value, values, group_dst=0, group=self.control)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the picklable value of rank 0 on all ranks. All ranks call it. Raises LostPeer."""
+        values = [value]
+        with lost_peer():
+            dist.broadcast_object_list(values, group_src=0, group=self.control)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called it. Raises LostPeer."""
+        with lost_peer():
+            dist.barrier(self.control)
 
 
 @dataclass(frozen=True)
@@ -65,6 +92,23 @@ class Group:
     # Seconds of this rank to create `workload` ("group") and for its first collective
     # ("first_collective"). Empty in later cases that reuse the groups.
     start_up_s: dict[str, float] = field(default_factory=dict)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the picklable value of the first rank on all ranks of the case. All of them call
+        it. Raises RuntimeError if a rank has left the case: then the case has failed."""
+        values = [value]
+        dist.broadcast_object_list(values, group_src=0, group=self.control)
+        return values[0]
+
+
+@contextmanager
+def lost_peer() -> Iterator[None]:
+    """Raise LostPeer if a collective of all ranks or a call of the store raises: then another
+    process of the job has died."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostPeer(f"lost a peer: {str(error).splitlines()[0]}") from error
 
 
 def local_rank() -> int:
@@ -84,7 +128,7 @@ def local_rank() -> int:
 def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups) -> Group | None:
     """Create the groups of a case, with a group under test for each subgroup. Return None on ranks
     outside the case. All ranks of the job call it."""
-    with end_on_lost_peer():
+    with lost_peer():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=NO_TIMEOUT)
     parts = list(map(list, subgroups))
     start = time.perf_counter()
@@ -215,48 +259,3 @@ class GroupCache:
         """Close all sets, at the end of the run."""
         for key in list(self.cached):
             self.close(key)
-
-
-def gather(value: Any) -> list[Any] | None:
-    """Gather a picklable value from each rank of the job. All ranks call it.
-
-    Returns the values in the order of ranks on rank 0, and None on the other ranks. No rank returns
-    before all have called it, because gather_object all-gathers the sizes first. Otherwise early
-    ranks would enter their next phase, and the watchdog would report rank 0, which still waits for
-    the late rank, as late too.
-    """
-    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with end_on_lost_peer():
-        dist.gather_object(value, values)
-    return values
-
-
-def broadcast(value: Any, group: Group | None = None) -> Any:
-    """Return the value of rank 0 of the job, or of the first rank of a case's group, on all of its
-    ranks. All of them call it; the value must be picklable.
-
-    With a group, an error fails the case. Without one, an error ends the run, because the job has
-    lost a process.
-    """
-    values = [value]
-    with nullcontext() if group else end_on_lost_peer():
-        of_ranks = group.control if group else dist.group.WORLD
-        dist.broadcast_object_list(values, group_src=0, group=of_ranks)
-    return values[0]
-
-
-@contextmanager
-def end_on_lost_peer() -> Iterator[None]:
-    """End this process if a collective of the control group or a call of the store raises.
-
-    Such an error means that another process has died. The launcher knows which one and ends the
-    others; if it does not within 10 s, this process ends with status 1.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        reason = f"rank {dist.get_rank()} lost a peer: {str(error).splitlines()[0]}"
-        if local_rank() == 0:
-            write(reason)
-        time.sleep(10)
-        exit_now(1, reason, prints=False)

@@ -81,15 +81,17 @@ def join(
     if interface := "lo" if one_node else find_interface(store, world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-    control = dist.PrefixStore("control", store)
+    prefixed = dist.PrefixStore("control", store)
     try:
         dist.init_process_group(
-            "gloo", store=control, rank=rank, world_size=world_size, timeout=NO_TIMEOUT
+            "gloo", store=prefixed, rank=rank, world_size=world_size, timeout=NO_TIMEOUT
         )
     except RuntimeError as error:
         if "Unable to find address" not in str(error):
             raise
         refuse_interface()
+    control = dist.group.WORLD
+    assert control
     rendezvous_s = time.perf_counter() - start
     # Imported modules are never garbage, so collections between cases need not traverse them.
     gc.freeze()
@@ -102,6 +104,7 @@ def join(
         device=chosen,
         backend=backend,
         store=store,
+        control=control,
         second_store=second_store,
         timeout=min(NO_TIMEOUT, TORCH_WAITS * timedelta(seconds=timeout_s)),
         keeps_memory=keep_freed_memory(),

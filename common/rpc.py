@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from common.groups import broadcast, end_on_lost_peer, gather
+from common.groups import lost_peer
 from common.join import raise_file_limit
 from harness.benchmark import Benchmark
 from harness.cli import checked, list_of, refuse
@@ -137,7 +137,8 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     threads = args.rpc_threads or min(16, max(2, cores // ranks))
     transports = args.rpc_transports or (["uv"] if ranks > cores else ["auto"])
     timeout_s = args.rpc_timeout or 2 * args.timeout
-    return broadcast(RpcOptions(threads, timeout_s, transports, args.rpc_channels or ["auto"]))
+    channels = args.rpc_channels or ["auto"]
+    return bench.job.broadcast(RpcOptions(threads, timeout_s, transports, channels))
 
 
 def need_files(world_size: int, options: RpcOptions) -> None:
@@ -191,7 +192,7 @@ def start_rpc(
             given = f"--rpc-timeout {options.timeout_s:g}"
             bench.refuse(f"starting RPC took longer than {given}; try --rpc-timeout 60")
         if isinstance(error, ValueError) and isinstance(first, RuntimeError):
-            with end_on_lost_peer():
+            with lost_peer():
                 raise first from None
         raise
 
@@ -200,7 +201,7 @@ def start_rpc(
 def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
     """Run all ranks as RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
-    devices: list[str] = broadcast(gather(str(job.device)))
+    devices: list[str] = job.broadcast(job.gather(str(job.device)))
     bench.prepare("ulimit -n", partial(need_files, job.world_size, options))
     start_rpc(bench, roles.name(job.rank), options, roles.device_maps(job.rank, devices))
     graceful = False
@@ -209,6 +210,6 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         bench.watchdog.begin("RPC")
         bench.phase("shutdown")
         # after a failed case there may be calls that are never answered, so do not wait for them
-        graceful = not broadcast(any(case.failed for case in bench.report.cases))
+        graceful = not job.broadcast(any(case.failed for case in bench.report.cases))
     finally:
         rpc.shutdown(graceful)

@@ -1,26 +1,169 @@
 """Statistics of repeated timings. docs/measuring.md states their formulas."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from harness.cli import show_size
-from harness.report import Case, Estimate, Report
-
 Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 BATCHES = 6  # consecutive batches of samples, for the interval of a median
-MAX_SIZE_RATIO = 4.0  # maximum ratio of two sizes between which `interpolate` interpolates
 MAX_BATCH_DEVIATION = 0.9  # of the batches' mean signs, each -1 to 1: their standard deviation
 MIN_ROUNDS = 6  # fewer give no interval of a ratio or a difference
 MAX_FACTOR = 3.0  # maximum factor between a time, rate or ratio and the ends of its interval
 MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
 MIN_MODE_SAMPLES = 5  # of each mode
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # units of time, in seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95% confidence interval.
+
+    low, high: ends of the interval. None if there are too few samples or if they drift. In a report
+    an Estimate is a JSON object with these three entries.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """Distance from the value to the farther end of the interval, as a fraction of the value.
+        None without an interval."""
+        if self.low is None or self.high is None:
+            return None
+        return max(self.high - self.value, self.value - self.low) / max(abs(self.value), 1e-12)
+
+    def may_be(self, value: float) -> bool:
+        """Whether the interval contains the value. True without an interval."""
+        return self.low is None or self.high is None or self.low <= value <= self.high
+
+    def above(self, bound: float) -> bool:
+        """Whether the whole interval lies above the bound. False without an interval."""
+        return self.low is not None and self.low > bound
+
+    def __truediv__(self, other: "Estimate | float") -> "Estimate":
+        """Divide by a positive number.
+
+        The interval of the quotient is the widest one that the ends of both intervals allow, so it
+        contains the true quotient if both intervals contain the true numbers: with a probability of
+        at least 90% (Bonferroni).
+        """
+        if not isinstance(other, Estimate):
+            other = Estimate(other, other, other)
+        value = self.value / other.value
+        if self.low is None or self.high is None or not other.low or not other.high:
+            return Estimate(value)
+        ends = [
+            end / divisor for end in (self.low, self.high) for divisor in (other.low, other.high)
+        ]
+        return Estimate(value, min(ends), max(ends))
+
+    def __rtruediv__(self, amount: float) -> "Estimate":
+        """A rate: an amount divided by a positive time."""
+        return Estimate(amount, amount, amount) / self
+
+    def __mul__(self, factor: float) -> "Estimate":
+        """Multiply by a positive number."""
+        if self.low is None or self.high is None:
+            return Estimate(self.value * factor)
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+    def __rsub__(self, whole: float) -> "Estimate":
+        """Subtract from a number, as in `1 - overlap`."""
+        if self.low is None or self.high is None:
+            return Estimate(whole - self.value)
+        return Estimate(whole - self.value, whole - self.high, whole - self.low)
+
+    def text(self, unit: str = "", scale: float = 1, digits: int | None = None) -> str:
+        """The number times `scale`, with its interval: `1.24 GB/s (1.10 to 1.39)`.
+
+        unit: separated from the number by a space, unless it starts with `%` or `x`:
+        `12% (10 to 15)`, `1.12x slower (1.08 to 1.17)`.
+        digits: number of decimals. By default the value is shown with three significant digits.
+        """
+        digits = digits_of(self.value * scale) if digits is None else digits
+        number = f"{self.value * scale:,.{digits}f}"
+        if unit:
+            number += unit if unit.startswith(("%", "x")) else f" {unit}"
+        if self.low is None or self.high is None:
+            return f"{number} (no interval)"
+        return f"{number} ({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})"
+
+    def as_factor(self, most: float = math.inf, unit: str = "times") -> str:
+        """A factor in words: `1.24 times (1.10 to 1.39)`.
+
+        most: upper bound of the factor. If the interval exceeds it, the result is
+        `up to 2 times (1.70 at least)`. More decimals are used if rounding would make an interval
+        that excludes 1 look as if it contained 1. unit: as in `text`.
+        """
+        if self.low is None or self.high is None:
+            return self.text(unit, digits=2)
+        if self.high > most:
+            return f"up to {most:g} times ({self.low:.2f} at least)"
+        low, high, digits = self.low, self.high, 2
+        while digits < 5 and not self.may_be(1) and 1 in (round(low, digits), round(high, digits)):
+            digits += 1
+        return self.text(unit, digits=digits)
+
+    def __str__(self) -> str:
+        """For a time in seconds: `76.1 ms (70.2 to 80.0)`."""
+        unit = unit_of(self.value)
+        return self.text(unit, 1 / UNITS[unit])
+
+    def part_of(self, whole: float) -> str:
+        """A part of a time, with the unit and decimals of the whole: `16.2 ms (11.3 to 22.0)`.
+
+        whole: in seconds, printed next to this part. If the part is not certainly above 0, the
+        result is `nothing measurable (-1.0 to 2.0 ms)`.
+        """
+        unit = unit_of(whole)
+        digits = digits_of(whole / UNITS[unit])
+        if (self.value if self.low is None else self.low) > 0:
+            return self.text(unit, 1 / UNITS[unit], digits)
+        if self.low is None or self.high is None:
+            return "nothing measurable (no interval)"
+        low, high = (f"{end / UNITS[unit]:,.{digits}f}" for end in (self.low, self.high))
+        return f"nothing measurable ({low} to {high} {unit})"
+
+
+def digits_of(value: float) -> int:
+    """Number of decimals for three significant digits: 124, 12.4, 1.24, 0.124. At most 5."""
+    digits = 0
+    while digits < 5 and abs(value) < 10 ** (2 - digits):
+        digits += 1
+    return digits
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """Format with a number of significant digits, including trailing zeros: `193.0`, `12,346`.
+
+    Numbers below 1e-4 or from 1e15 on are shown with an exponent, and 0 as `0`.
+    """
+    if not value:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e15:
+        return f"{value:#.{digits}g}"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # after rounding: 1 for 9.9996
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def unit_of(seconds: float) -> str:
+    """The largest unit in which a time is at least 1; microseconds for shorter times."""
+    return next((unit for unit, length in UNITS.items() if abs(seconds) >= length), "us")
+
+
+def show_seconds(seconds: float) -> str:
+    """Format a time: `76.1 ms`."""
+    unit = unit_of(seconds)
+    scaled = seconds / UNITS[unit]
+    return f"{scaled:.{digits_of(scaled)}f} {unit}"
 
 
 def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
@@ -315,157 +458,6 @@ class Times:
         return Estimate(step - other, step - other - half, step - other + half)
 
 
-def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
-    """Interpolate the time at `size`, with its interval, between the two nearest measured sizes.
-
-    The time is linear in the size, as in the model latency + size / bandwidth (Hockney 1994,
-    Parallel Computing 20:389), and so are the ends of the interval. There is no interval if one of
-    the two times has none. times: seconds by size in bytes, all sizes above 0.
-
-    Raises ValueError if `size` is outside of the measured sizes, because times are not
-    extrapolated. It also raises if the two sizes differ by more than a factor of MAX_SIZE_RATIO:
-    libraries switch between protocols and algorithms, and the time is not linear over such a range.
-    """
-    if size in times:
-        return times[int(size)]
-    below = max((measured for measured in times if measured < size), default=None)
-    above = min((measured for measured in times if measured > size), default=None)
-    wanted = f"{show_size(size)} bytes"
-    if below is None or above is None:
-        if not times:
-            raise ValueError(f"no size is measured, and {wanted} are needed")
-        ends = f"{show_size(min(times))} to {show_size(max(times))}"
-        raise ValueError(f"{wanted} are outside of the measured sizes, {ends}")
-    if above > MAX_SIZE_RATIO * below:
-        ends = f"{show_size(below)} and {show_size(above)}"
-        limit = f"more than a factor of {MAX_SIZE_RATIO:g} apart"
-        raise ValueError(f"{wanted} are between the measured sizes {ends}, which are {limit}")
-    a, b = times[below], times[above]
-    weight = (size - below) / (above - below)
-    return total([a * (1 - weight), b * weight])
-
-
-Layout = tuple[int, ...]  # number of ranks of a group on each of its hosts, the largest first
-TimesBySize = dict[int, Estimate]  # seconds, by size in bytes
-IsolatedTimes = Mapping[tuple[str, Layout, str], TimesBySize]  # by collective, layout and dtype
-
-
-def total(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the sum of n estimates. The ends of its interval are the sums of the ends, so it
-    contains the true sum if all n intervals contain the true values: with a probability of at least
-    1 - 0.05 n (Bonferroni)."""
-    value = math.fsum(one.value for one in estimates)
-    lows = [one.low for one in estimates if one.low is not None]
-    highs = [one.high for one in estimates if one.high is not None]
-    if len(lows) < len(estimates) or len(highs) < len(estimates):
-        return Estimate(value)
-    return Estimate(value, math.fsum(lows), math.fsum(highs))
-
-
-def isolated_time(
-    alone: IsolatedTimes, collective: str, layout: Layout, dtype: str, size: float
-) -> tuple[Estimate, str]:
-    """Return the time of a collective of `size` bytes by itself, and the dtype with which it was
-    measured: `dtype` if available, otherwise another one.
-
-    Raises ValueError with the reason if it was not measured on this layout, or not around this size
-    (`interpolate`).
-    """
-    fit = {
-        of: times for (name, at, of), times in alone.items() if (name, at) == (collective, layout)
-    }
-    there = sorted({at for name, at, _ in alone if name == collective})
-    if not there:
-        raise ValueError("it was not measured")
-    if not fit:
-        others = " and ".join(map(show_layout, there))
-        raise ValueError(f"it was measured on {others}, not on {show_layout(layout)}")
-    measured = dtype if dtype in fit else next(iter(fit))
-    return interpolate(fit[measured], size), measured
-
-
-def show_layout(layout: Layout) -> str:
-    """Format a layout: `16 ranks of 2 hosts (8 each)`."""
-    ranks = f"{sum(layout)} ranks" if sum(layout) > 1 else "1 rank"
-    if len(layout) == 1:
-        return f"{ranks} of one host"
-    each = f"{layout[0]} each" if len(set(layout)) == 1 else " + ".join(map(str, layout))
-    return f"{ranks} of {len(layout)} hosts ({each})"
-
-
-def collective_times(report: Report) -> dict[tuple[str, Layout, str], TimesBySize]:
-    """Return the times in a report of collectives.py by collective, layout and dtype.
-
-    A time is that of the faster variant (in place or out of place). If several reduction operators
-    were measured, the first one in the report counts. Failed cases are excluded. Raises ValueError
-    for a report of another script.
-    """
-    if report.benchmark != "collectives":
-        raise ValueError(f"expected a report of collectives.py, got one of {report.benchmark}.py")
-    hosts = {row["rank"]: row["host"] for row in report.environment.get("ranks") or ()}
-    found: dict[tuple[str, Layout, str], TimesBySize] = {}
-    for case in report.cases:
-        names = [f"{variant}_time_s" for variant in ("out_of_place", "in_place")]
-        times = [case.metrics[name] for name in names if name in case.metrics]
-        if not case.failed and times:
-            kind = (case.key["collective"], layout_of_case(case, hosts), case.key["dtype"])
-            by_size = found.setdefault(kind, {})
-            by_size.setdefault(case.key["size_bytes"], min(times, key=lambda time: time.value))
-    return found
-
-
-def layout_of_case(case: Case, hosts: Mapping[int, str]) -> Layout:
-    """Return the layout of the first group of a case of collectives.py. hosts: by rank."""
-    spec, count = case.key["groups"], case.key["group_ranks"]
-    if spec in ("node", "rank"):
-        return (count,)
-    if spec == "cross":
-        return (1,) * count
-    members: Sequence[int] = case.ranks
-    if spec != "world":  # `0-3/4,5,6,7`
-        words = [word.partition("-") for word in spec.split("/")[0].split(",")]
-        ranges = [range(int(first), int(last or first) + 1) for first, _, last in words]
-        members = [rank for part in ranges for rank in part]
-    return layout_of(hosts.get(rank) for rank in members)
-
-
-def layout_of(hosts: Iterable[Any]) -> Layout:
-    """Return the layout of a group. hosts: of each of its ranks."""
-    return tuple(sorted(Counter(hosts).values(), reverse=True))
-
-
 class Implausible(str):
     """A sentence about an impossible number. `Benchmark` prints it with the CPU use by other
     processes as the possible cause."""
-
-
-# -- samples on their way to rank 0 and into the report --------------------------------------------
-
-LIMIT = 2**18  # samples of a case in a report, which limits its line to a few MB
-
-
-def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:
-    """Round the times of each step, [iterations], to nanoseconds, and return them as arrays, which
-    are smaller and faster to gather than lists."""
-    return {step: np.asarray(x, dtype=np.float64).round(9) for step, x in samples_s.items()}
-
-
-def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
-    """Return the samples of each step from all ranks that timed it, [ranks, iterations].
-
-    by_rank: [iterations] of each step that the rank has timed.
-    """
-    steps = dict.fromkeys(step for samples in by_rank for step in samples)
-    return {step: np.stack([of[step] for of in by_rank if step in of]) for step in steps}
-
-
-def keep_samples(case: Case, samples_s: Mapping[str, Samples]) -> None:
-    """Store the samples in the case: all of them, or above LIMIT those of the slowest rank in each
-    iteration. The maximum over a case's rows is the same either way.
-
-    samples_s: [ranks, iterations] of each step, all of one shape. case.aligned must be set.
-    """
-    case.bounded = sum(samples.size for samples in samples_s.values()) > LIMIT
-    for step, samples in samples_s.items():
-        kept = [iteration_times(samples, case.aligned)] if case.bounded else samples
-        case.samples_s[step] = np.asarray(kept).tolist()

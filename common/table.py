@@ -6,7 +6,8 @@ from typing import Any
 
 import tabulate
 
-from harness.report import Case, Estimate
+from common.stats import Estimate
+from harness.report import Case
 
 Columns = dict[str, Callable[[Case], str]]  # header of a column -> function from a case to a cell
 

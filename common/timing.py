@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.groups import Group, broadcast
-from common.stats import MIN_ROUNDS, iteration_times, median, same_distribution
+from common.groups import Group
+from common.stats import MIN_ROUNDS, Samples, iteration_times, median, same_distribution
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case measures; parts have names of their own
@@ -162,7 +162,7 @@ class TimedLoop:
         it. Raises whatever a step raises."""
         round_s = sum([self.warm_up(name) for name in self.steps])
         differences = bool(self.workload.compared)
-        block = broadcast(iterations_per_block(round_s, self.rule, differences), self.group)
+        block = self.group.broadcast(iterations_per_block(round_s, self.rule, differences))
         times = self.times
         gc.collect()
         gc.disable()  # a collection on one rank would delay all ranks
@@ -197,7 +197,7 @@ class TimedLoop:
             slowest = self.slowest_rank(times)
             windows.append([second * self.workload.calls_per_sample for second in slowest])
             spent_s = perf_counter() - start
-            size = broadcast(next_window(windows, spent_s, len(self.steps), self.rule), self.group)
+            size = self.group.broadcast(next_window(windows, spent_s, len(self.steps), self.rule))
         return fmean(windows[-1])
 
     def slowest_rank(self, samples_s: list[float]) -> list[float]:
@@ -246,7 +246,7 @@ class TimedLoop:
         slowest_s = self.step_s[0] if aligned else iteration_times(self.step_s, aligned).tolist()
         rounds, compared = len(self.times.rounds), bool(self.workload.compared)
         reached = rule_reached(slowest_s, rounds, spent_s, self.rule, compared)
-        return broadcast(reached, self.group)
+        return self.group.broadcast(reached)
 
 
 def launch_share(ranks: Sequence[RankTimes]) -> dict[str, float]:
@@ -336,3 +336,39 @@ def rule_reached(
     if looks and len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
         return "target-ci"
     return "max-seconds" if spent_s >= rule.max_seconds else ""
+
+
+# -- samples on their way to rank 0 and into the report --------------------------------------------
+
+LIMIT = 2**18  # samples of a case in a report, which limits its line to a few MB
+
+
+def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:
+    """Round the times of each step, [iterations], to nanoseconds, and return them as arrays, which
+    are smaller and faster to gather than lists."""
+    return {step: np.asarray(x, dtype=np.float64).round(9) for step, x in samples_s.items()}
+
+
+def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
+    """Return the samples of each step from all ranks that timed it, [ranks, iterations].
+
+    by_rank: [iterations] of each step that the rank has timed.
+    """
+    steps = dict.fromkeys(step for samples in by_rank for step in samples)
+    return {step: np.stack([of[step] for of in by_rank if step in of]) for step in steps}
+
+
+def kept_samples(
+    samples_s: Mapping[str, Samples], aligned: bool
+) -> tuple[dict[str, list[list[float]]], bool]:
+    """Return the samples to store, and whether they are bounded: all of them, or above LIMIT those
+    of the slowest rank in each iteration. The maximum over the rows is the same either way.
+
+    samples_s: [ranks, iterations] of each step, all of one shape.
+    """
+    bounded = sum(samples.size for samples in samples_s.values()) > LIMIT
+    kept = {
+        step: np.asarray([iteration_times(x, aligned)] if bounded else x).tolist()
+        for step, x in samples_s.items()
+    }
+    return kept, bounded

@@ -19,11 +19,21 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.groups import Group, GroupCache, Subgroups, broadcast, connect, gather
+from common.errors import LostPeer
+from common.groups import Group, GroupCache, Subgroups, connect, local_rank
 from common.join import join, world
-from common.stats import Implausible, Times, keep_samples, rounded, stacked
+from common.stats import Implausible, Times
 from common.table import Columns, Table, omitted, render
-from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
+from common.timing import (
+    RankTimes,
+    StopRule,
+    TimedLoop,
+    Workload,
+    kept_samples,
+    launch_share,
+    rounded,
+    stacked,
+)
 from harness import cli, environment
 from harness.contents import of_run
 from harness.cpu_load import BUSY, CpuLoad, Others
@@ -91,9 +101,27 @@ def load_observers(bench: "Benchmark") -> list[Observer]:
     return observers
 
 
+@contextlib.contextmanager
+def end_on_lost_peer() -> Iterator[None]:
+    """End this process if another process of the job has died.
+
+    The launcher knows which one and ends the others; if it does not within 10 s, this process ends
+    with status 1.
+    """
+    try:
+        yield
+    except LostPeer as error:
+        reason = f"rank {os.environ.get('RANK', 0)} {error}"
+        if local_rank() == 0:
+            cli.write(reason)
+        time.sleep(10)
+        cli.exit_now(1, reason, prints=False)
+
+
 class Benchmark:
     """A run, as a context manager on every rank. On exit, `status` is the exit status."""
 
+    @end_on_lost_peer()
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
         """Join the job and open the report.
 
@@ -132,7 +160,7 @@ class Benchmark:
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         collected = environment.collect(self.job, variables, self.cpu_load, contents, memory_held)
-        measured_on = broadcast(collected)
+        measured_on = self.job.broadcast(collected)
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
@@ -141,7 +169,7 @@ class Benchmark:
         # Added to every key. Those of rank 0, because under RPC the servers and the trainers may be
         # on different devices.
         place = {"device": self.job.device.type, "backend": self.job.backend}
-        self.place: Key = broadcast({"world_size": self.job.world_size, **place})
+        self.place: Key = self.job.broadcast({"world_size": self.job.world_size, **place})
         self.observers: list[Observer] = []
         self.print(environment.preamble(measured_on))
         self.observers = load_observers(self)
@@ -151,7 +179,7 @@ class Benchmark:
         for remark in self.report.remarks:
             self.print(f"# {remark}")
         kept = [case.key for case in self.report.cases if counts_as_done(case, args)]
-        self.done: list[Key] = broadcast(kept)
+        self.done: list[Key] = self.job.broadcast(kept)
 
     def open_report(self) -> str | None:
         """Start or resume the report, on rank 0. Returns the new path of an existing report."""
@@ -176,8 +204,8 @@ class Benchmark:
             problem = (f"{what}{file}: {error.strerror or error}", status)
         except ValueError as error:
             problem = (f"{what}: {error}", 2)
-        problems = [given for given in gather(problem) or [] if given]
-        if first := broadcast(problems[0] if problems else None):
+        problems = [given for given in self.job.gather(problem) or [] if given]
+        if first := self.job.broadcast(problems[0] if problems else None):
             self.refuse(*first)
         return result  # type: ignore[return-value]
 
@@ -248,9 +276,9 @@ class Benchmark:
         result = self.attempt(key, build, ranks, parts, rule or self.rule)
         if member:  # ranks outside the case are not behind
             self.phase("waiting for all ranks")
-        results, lines = gather(result), list[str]()
+        results, lines = self.job.gather(result), list[str]()
         written = self.write(case, derive, results, lines) if results else None
-        reason, unwritten = broadcast(written)
+        reason, unwritten = self.job.broadcast(written)
         self.watchdog.group = None  # two threads must not abort the same group
         self.groups.release(ranks, parts, failed=reason is not None)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
@@ -273,6 +301,8 @@ class Benchmark:
                 if group.start_up_s:  # it is new
                     group.start_up_s["first_collective"] = connect(group.workload, self.job)
                 result = self.time(key, build(key, group), group, rule)
+        except LostPeer:
+            raise
         except Exception as raised:
             error = f"{cli.describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
@@ -342,7 +372,7 @@ class Benchmark:
         first = by_rank[0]
         samples_s = stacked([times.samples_s for times in by_rank])
         case.aligned, case.rounds, case.stop = first.aligned, first.rounds, first.stop
-        keep_samples(case, samples_s)
+        case.samples_s, case.bounded = kept_samples(samples_s, case.aligned)
         if first.launching_s:
             case.metrics["launch_share"] = launch_share(by_rank)
         times = Times(samples_s, case.rounds, [times.returned for times in by_rank])
@@ -439,7 +469,10 @@ class Benchmark:
     def __enter__(self) -> "Benchmark":
         return self
 
+    @end_on_lost_peer()
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, LostPeer):
+            raise error
         if error is not None:
             self.watchdog.stop()
             return
@@ -449,9 +482,9 @@ class Benchmark:
 
     def leave_job(self) -> None:
         """Close all groups. Errors are ignored, because all results are already written."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, LostPeer):
             self.groups.close_all()
-            dist.barrier()
+            self.job.barrier()
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
@@ -459,14 +492,14 @@ class Benchmark:
     def load_of_others(self) -> list[Others]:
         """CPU use by other processes during the run, for each node. All ranks call it. [] on ranks
         other than 0, and if this command is interleaved with another one."""
-        rows = gather(self.cpu_load.of_others() if self.cpu_load else None) or []
+        rows = self.job.gather(self.cpu_load.of_others() if self.cpu_load else None) or []
         return [row for row in rows if row]
 
     def disturbed(self) -> Others | None:
         """CPU use by other processes so far, on the node where it was largest. None if it was at
         most a tenth of the cores, or if it is not recorded. All ranks call it."""
         busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
-        return broadcast(busiest if busiest and busiest.fraction > BUSY else None)
+        return self.job.broadcast(busiest if busiest and busiest.fraction > BUSY else None)
 
     def finish(self) -> None:
         """Print the final lines, write the report's last line and set `status`."""
@@ -500,7 +533,7 @@ class Benchmark:
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
             cli.print_error(f"error: {reason}")
-        self.status, reason = broadcast((status, reason))
+        self.status, reason = self.job.broadcast((status, reason))
         if self.status:
             cli.write_error_file(reason)
 

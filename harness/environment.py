@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.groups import Job, broadcast, gather
+from common.groups import Job
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from harness.cli import TURN, cut, version
 from harness.cpu_load import BUSY, CpuLoad, Others
@@ -95,10 +95,10 @@ def collect(
     all ranks. memory_held: returned by `gpu_memory`, on the first rank of each node.
     """
     compared = {name: value for name, value in variables.items() if is_compared(name)}
-    of_rank_0 = broadcast(compared)
+    of_rank_0 = job.broadcast(compared)
     # with RPC, some ranks may be on the CPU, including the first rank of a node
-    gathered = gather((job.device.type, changes(of_rank_0, compared)))
-    cuda = broadcast(any(device == "cuda" for device, _ in gathered) if gathered else None)
+    gathered = job.gather((job.device.type, changes(of_rank_0, compared)))
+    cuda = job.broadcast(any(device == "cuda" for device, _ in gathered) if gathered else None)
     node = None  # collected by the first rank of each node
     if job.local_rank == 0:
         others = load.of_others() if load else None
@@ -107,7 +107,7 @@ def collect(
             gpu["memory.used"] = memory_held.get(gpu["uuid"], "")
         node = {"topology": topology(cuda), "gpus": gpus, "others": others}
         node |= {"cpu": cpu_model(), "kernel": platform.release()}
-    rows = gather((describe_rank(job), node))
+    rows = job.gather((describe_rank(job), node))
     if rows is None or gathered is None:
         return {}
     ranks = [rank for rank, _ in rows]

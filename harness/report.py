@@ -2,15 +2,13 @@
 
 The first line describes the run, followed by one line per case. The last line holds the status of
 the run. Each line is appended and synced to disk as soon as its case has been measured, so a crash
-or a full disk loses only the case in flight. This module requires only the standard library:
-benchmarks/ writes reports and analysis/ reads them.
+or a full disk loses only the case in flight. benchmarks/ writes reports and analysis/ reads them.
 """
 
 import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shlex
 import sys
@@ -20,6 +18,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
+
+from common.stats import Estimate
 
 SCHEMA = "torchrun-bench/3"
 UNCHECKED = "skipped: -c 0"  # Case.check if the user turned checks off
@@ -45,153 +45,6 @@ FAMILIES = (
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of the disk, not of use
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "AUTH", "CRED")  # in the names of secret variables
 ROUNDS = 10_000  # PBKDF2 iterations, which slow down a dictionary attack
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # units of time, in seconds
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95% confidence interval.
-
-    low, high: ends of the interval. None if there are too few samples or if they drift. In a report
-    an Estimate is a JSON object with these three entries.
-    """
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def relative(self) -> float | None:
-        """Distance from the value to the farther end of the interval, as a fraction of the value.
-        None without an interval."""
-        if self.low is None or self.high is None:
-            return None
-        return max(self.high - self.value, self.value - self.low) / max(abs(self.value), 1e-12)
-
-    def may_be(self, value: float) -> bool:
-        """Whether the interval contains the value. True without an interval."""
-        return self.low is None or self.high is None or self.low <= value <= self.high
-
-    def above(self, bound: float) -> bool:
-        """Whether the whole interval lies above the bound. False without an interval."""
-        return self.low is not None and self.low > bound
-
-    def __truediv__(self, other: "Estimate | float") -> "Estimate":
-        """Divide by a positive number.
-
-        The interval of the quotient is the widest one that the ends of both intervals allow, so it
-        contains the true quotient if both intervals contain the true numbers: with a probability of
-        at least 90% (Bonferroni).
-        """
-        if not isinstance(other, Estimate):
-            other = Estimate(other, other, other)
-        value = self.value / other.value
-        if self.low is None or self.high is None or not other.low or not other.high:
-            return Estimate(value)
-        ends = [
-            end / divisor for end in (self.low, self.high) for divisor in (other.low, other.high)
-        ]
-        return Estimate(value, min(ends), max(ends))
-
-    def __rtruediv__(self, amount: float) -> "Estimate":
-        """A rate: an amount divided by a positive time."""
-        return Estimate(amount, amount, amount) / self
-
-    def __mul__(self, factor: float) -> "Estimate":
-        """Multiply by a positive number."""
-        if self.low is None or self.high is None:
-            return Estimate(self.value * factor)
-        return Estimate(self.value * factor, self.low * factor, self.high * factor)
-
-    def __rsub__(self, whole: float) -> "Estimate":
-        """Subtract from a number, as in `1 - overlap`."""
-        if self.low is None or self.high is None:
-            return Estimate(whole - self.value)
-        return Estimate(whole - self.value, whole - self.high, whole - self.low)
-
-    def text(self, unit: str = "", scale: float = 1, digits: int | None = None) -> str:
-        """The number times `scale`, with its interval: `1.24 GB/s (1.10 to 1.39)`.
-
-        unit: separated from the number by a space, unless it starts with `%` or `x`:
-        `12% (10 to 15)`, `1.12x slower (1.08 to 1.17)`.
-        digits: number of decimals. By default the value is shown with three significant digits.
-        """
-        digits = digits_of(self.value * scale) if digits is None else digits
-        number = f"{self.value * scale:,.{digits}f}"
-        if unit:
-            number += unit if unit.startswith(("%", "x")) else f" {unit}"
-        if self.low is None or self.high is None:
-            return f"{number} (no interval)"
-        return f"{number} ({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})"
-
-    def as_factor(self, most: float = math.inf, unit: str = "times") -> str:
-        """A factor in words: `1.24 times (1.10 to 1.39)`.
-
-        most: upper bound of the factor. If the interval exceeds it, the result is
-        `up to 2 times (1.70 at least)`. More decimals are used if rounding would make an interval
-        that excludes 1 look as if it contained 1. unit: as in `text`.
-        """
-        if self.low is None or self.high is None:
-            return self.text(unit, digits=2)
-        if self.high > most:
-            return f"up to {most:g} times ({self.low:.2f} at least)"
-        low, high, digits = self.low, self.high, 2
-        while digits < 5 and not self.may_be(1) and 1 in (round(low, digits), round(high, digits)):
-            digits += 1
-        return self.text(unit, digits=digits)
-
-    def __str__(self) -> str:
-        """For a time in seconds: `76.1 ms (70.2 to 80.0)`."""
-        unit = unit_of(self.value)
-        return self.text(unit, 1 / UNITS[unit])
-
-    def part_of(self, whole: float) -> str:
-        """A part of a time, with the unit and decimals of the whole: `16.2 ms (11.3 to 22.0)`.
-
-        whole: in seconds, printed next to this part. If the part is not certainly above 0, the
-        result is `nothing measurable (-1.0 to 2.0 ms)`.
-        """
-        unit = unit_of(whole)
-        digits = digits_of(whole / UNITS[unit])
-        if (self.value if self.low is None else self.low) > 0:
-            return self.text(unit, 1 / UNITS[unit], digits)
-        if self.low is None or self.high is None:
-            return "nothing measurable (no interval)"
-        low, high = (f"{end / UNITS[unit]:,.{digits}f}" for end in (self.low, self.high))
-        return f"nothing measurable ({low} to {high} {unit})"
-
-
-def digits_of(value: float) -> int:
-    """Number of decimals for three significant digits: 124, 12.4, 1.24, 0.124. At most 5."""
-    digits = 0
-    while digits < 5 and abs(value) < 10 ** (2 - digits):
-        digits += 1
-    return digits
-
-
-def significant(value: float, digits: int = 4) -> str:
-    """Format with a number of significant digits, including trailing zeros: `193.0`, `12,346`.
-
-    Numbers below 1e-4 or from 1e15 on are shown with an exponent, and 0 as `0`.
-    """
-    if not value:
-        return "0"
-    if not 1e-4 <= abs(value) < 1e15:
-        return f"{value:#.{digits}g}"
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # after rounding: 1 for 9.9996
-    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
-
-
-def unit_of(seconds: float) -> str:
-    """The largest unit in which a time is at least 1; microseconds for shorter times."""
-    return next((unit for unit, length in UNITS.items() if abs(seconds) >= length), "us")
-
-
-def show_seconds(seconds: float) -> str:
-    """Format a time: `76.1 ms`."""
-    unit = unit_of(seconds)
-    scaled = seconds / UNITS[unit]
-    return f"{scaled:.{digits_of(scaled)}f} {unit}"
 
 
 def with_estimates(content: Any) -> Any:

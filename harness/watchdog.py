@@ -29,7 +29,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.groups import Group, Job, abort_group, end_on_lost_peer
+from common.groups import Group, Job, abort_group, lost_peer
 from harness.cli import HANG, exit_now, write, write_error_file
 from harness.report import Report
 
@@ -91,7 +91,7 @@ class Watchdog:
         state: State = {"rank": rank, "where": self.where, "order": [self.case, self.order]}
         state |= {"host": host, "pid": os.getpid()}
         state["error_file"] = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        with end_on_lost_peer():
+        with lost_peer():
             self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
         restart_exit_timer(self.timeout_s)
@@ -100,7 +100,7 @@ class Watchdog:
     def fail(self, reason: str) -> None:
         """Report that the case failed on this rank. Only the first reason is kept: errors on other
         ranks follow from it."""
-        with end_on_lost_peer():
+        with lost_peer():
             failure = json.dumps([reason, self.job.rank])
             self.store.compare_set(f"failed/{self.case}", "", failure)
             self.store.add("changes", 1)
@@ -108,7 +108,7 @@ class Watchdog:
     def failure(self) -> tuple[str | None, int | None]:
         """Return the reason for which the case failed and the rank; (None, None) if it did not."""
         key = f"failed/{self.case}"
-        with end_on_lost_peer():
+        with lost_peer():
             if not self.store.check([key]):
                 return None, None
             reason, rank = json.loads(self.store.get(key))

@@ -99,7 +99,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         patch.object(benchmark.Benchmark, "attempt", return_value=None),
         patch.object(benchmark.Benchmark, "write", write),
         patch.object(benchmark.Benchmark, "load_of_others", return_value=[]),
-        patch.object(groups, "gather", side_effect=gathered),
+        patch.object(groups.Job, "gather", side_effect=gathered),
         patch.object(rpc, "rpc_workers", lambda *_: contextlib.nullcontext(["cpu"] * size)),
     ):
         yield

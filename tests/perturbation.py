@@ -46,9 +46,9 @@ from benchmarks.workloads.roles import split_roles
 from common.groups import Group, GroupCache, Job
 from common.join import join
 from common.rpc import Roles
+from common.stats import Estimate
 from common.timing import Step, StopRule, TimedLoop, Workload
 from harness import cli
-from harness.report import Estimate
 from tests import plain_loops
 
 ROUNDS = 6

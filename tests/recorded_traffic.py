@@ -58,7 +58,8 @@ def bytes_of(entry: dict[str, Any], side: str) -> int:
 def main(meshes: list[str]) -> int:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    job = Job(rank, rank, ranks, ranks, torch.device("cpu"), "gloo", dist.HashStore())
+    world: Any = dist.group.WORLD
+    job = Job(rank, rank, ranks, ranks, torch.device("cpu"), "gloo", dist.HashStore(), world)
     records = []
     for mesh in meshes:  # separately: only meshes with ep have experts
         words = ["--ranks", str(ranks), "--rank", str(rank), "--mesh", mesh, *MODEL]

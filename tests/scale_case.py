@@ -22,8 +22,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.training import breakdown, training_metrics
-from common.stats import Times, rounded
-from common.timing import RankTimes
+from common.stats import Times
+from common.timing import RankTimes, rounded
 from harness.benchmark import Benchmark, RankResult
 from harness.report import Case, Report
 

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.outliers import SIGMAS, outliers
 from benchmarks.workloads.training import straggler
-from common.stats import Times, median, modes
-from harness.report import Estimate
+from common.stats import Estimate, Times, median, modes
 
 SPREAD = 0.1  # standard deviation of the logarithm of a sample
 Rng = np.random.Generator

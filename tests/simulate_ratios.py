@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.stats import Times, student_t
-from harness.report import Estimate
+from common.stats import Estimate, Times, student_t
 
 RATIO, NOISE = 0.8, 0.05
 Rng = np.random.Generator

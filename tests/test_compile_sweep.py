@@ -17,8 +17,8 @@ from torch import nn
 from benchmarks import compile_sweep
 from benchmarks.workloads import own_model
 from benchmarks.workloads.reference import Reference
-from common.stats import Times
-from harness.report import Case, Estimate
+from common.stats import Estimate, Times
+from harness.report import Case
 from tests import own_models
 from tests.process import ROOT
 

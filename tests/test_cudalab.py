@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from harness.report import Case, Estimate, load
+from common.stats import Estimate
+from harness.report import Case, load
 from tests.process import ROOT, Process, Run
 from tests.smaller import SIZES
 

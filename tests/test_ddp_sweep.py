@@ -12,8 +12,8 @@ import torch
 
 from benchmarks import ddp_sweep
 from benchmarks.workloads.check import NOT_FINITE
-from common.stats import Implausible, Times
-from harness.report import Case, Estimate
+from common.stats import Estimate, Implausible, Times
+from harness.report import Case
 from tests.process import ROOT
 from tests.test_sources import table
 

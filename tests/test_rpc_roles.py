@@ -63,9 +63,8 @@ def test_default_threads_and_transports_of_rpc(
     cores: int, ranks: int, threads: int, transports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At least 2 threads: with 1 a function that makes an RPC would wait for itself."""
-    monkeypatch.setattr("common.rpc.broadcast", lambda value: value)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
-    bench = Mock(job=Mock(local_world_size=ranks))
+    bench = Mock(job=Mock(local_world_size=ranks, broadcast=lambda value: value))
     flags: Any = dict.fromkeys(("rpc_threads", "rpc_transports", "rpc_timeout", "rpc_channels"))
     found = rpc_options(Mock(timeout=300.0, **flags), bench)
     assert found == RpcOptions(threads, 600.0, transports, ["auto"])

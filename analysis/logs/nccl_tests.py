@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from analysis.show import canonical, is_number
-from common.stats import median
+from common.stats import Estimate, median
 from harness.cli import show_size
-from harness.report import Case, Estimate, Report
+from harness.report import Case, Report
 
 Result = dict[str, Any]  # a row of a table, with the field names of -J
 NCCL_TESTS = "nccl-tests"

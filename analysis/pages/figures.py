@@ -32,8 +32,8 @@ from analysis.show import (
     show_value,
     unit_of,
 )
+from common.stats import significant
 from harness.cli import show_size
-from harness.report import significant
 
 # Colors with a contrast ratio of at least 3 on white and on a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")

@@ -25,10 +25,10 @@ from pandas.io.json import ujson_loads  # twice as fast as the json module
 
 from analysis.logs import nccl_tests
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
-from common.stats import MIN_ROUNDS, iteration_times, mean_of_blocks, median
+from common.stats import MIN_ROUNDS, Estimate, iteration_times, mean_of_blocks, median
 from harness import report as report_file
 from harness.cli import suggest
-from harness.report import Case, Estimate, Report
+from harness.report import Case, Report
 
 # Estimators of the time of a run
 BY_ROUNDS = "geometric mean over rounds of block medians"

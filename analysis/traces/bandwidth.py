@@ -16,9 +16,9 @@ from statistics import fmean
 
 from analysis.traces.calls import MATCHED, Call, Group, members
 from analysis.traces.kineto import Trace
-from common.stats import IsolatedTimes, Layout, isolated_time, layout_of, total
+from common.stats import Estimate
 from harness.cli import cut
-from harness.report import Estimate
+from harness.isolated import IsolatedTimes, Layout, isolated_time, layout_of, total
 
 RANKS_PER_NODE = 8  # consecutive ranks on a node, if the traces do not name their hosts
 

@@ -14,10 +14,10 @@ from benchmarks.workloads import patterns
 from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.outliers import MARGIN, Costs, Findings, find_slow
 from common.groups import Group, Job
-from common.stats import Times, by_round, median
+from common.stats import Times, by_round, median, significant
 from common.timing import Step, Workload
 from harness.benchmark import Build, Derive, Key
-from harness.report import Case, significant
+from harness.report import Case
 
 # Minimum duration of a sample of consecutive messages. A token bucket, such as that of tbf or of a
 # cloud provider, lets a burst of some MB pass at full speed; a shorter sample would measure only

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from harness.report import show_seconds
+from common.stats import show_seconds
 
 Members = tuple[int, ...]  # numbers within a level: one rank, or both ends of a link
 Costs = dict[Members, float]  # seconds of a rank or of a link; for a bandwidth, its inverse

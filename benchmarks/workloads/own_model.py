@@ -33,7 +33,6 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor, nn
 
-from common.groups import broadcast, gather
 from harness.benchmark import Benchmark
 from harness.cli import cut, describe, suggest
 
@@ -318,7 +317,7 @@ def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
     """
     attempt = partial(try_own, name, bench.job.device, idle_allowed)
     trial = bench.prepare("--model", attempt)
-    trials: list[Trial] = broadcast(gather(trial))
+    trials: list[Trial] = bench.job.broadcast(bench.job.gather(trial))
     samples = [trial.samples for trial in trials]
     if problem := uneven(name, samples):
         bench.refuse(problem)

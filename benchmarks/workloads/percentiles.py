@@ -4,8 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from common.stats import Estimate
 from common.table import Columns, number_of
-from harness.report import Case, Estimate
+from harness.report import Case
 
 
 def percentile_columns(

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from common.stats import (
+    Estimate,
     Interval,
     autocorrelation_time,
     drop_wide_interval,
@@ -21,7 +22,7 @@ from common.stats import (
 )
 from common.table import Columns, metric
 from harness.environment import count_of
-from harness.report import Case, Estimate
+from harness.report import Case
 
 Stamps = list[tuple[str, Any, Any]]  # phases of a step: name, start and end
 Durations = dict[str, list[float]]  # seconds of a step, by phase

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.stats import Times
+from common.stats import Estimate, Times
 from common.table import Columns, Table
 from harness.cli import cut
-from harness.report import Case, Estimate
+from harness.report import Case
 
 # Ends an answer that lists the times of several cases
 SEQUENTIAL = "these were timed one after the other; use analysis/ab.py to compare them"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.groups import Group, Job
-from harness.report import show_seconds
+from common.stats import show_seconds
 
 NAMES = ("rendezvous_s", "group_s", "first_collective_s")
 Seconds = Mapping[str, Sequence[float]]  # by name, one number per rank

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from common.stats import autocorrelation_time, iteration_times, modes
+from common.stats import Estimate, autocorrelation_time, iteration_times, modes, show_seconds
 from common.timing import MIN_SAMPLES
 from harness.benchmark import Observer
 from harness.cli import TURN, cut
 from harness.cpu_load import Others
 from harness.environment import count_of, node_of_each, others_text
-from harness.report import Case, Estimate, show_seconds
+from harness.report import Case
 
 WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time

@@ -6,7 +6,6 @@ from typing import Any
 
 import psutil
 
-from common.groups import gather
 from harness.benchmark import Benchmark, Observer
 from harness.cli import cut
 from harness.environment import bounded, gpu_state, lacking, used_gpus
@@ -59,7 +58,7 @@ class Node(Observer):
             after = gpu_state(COUNTERS) if self.reads_gpus else []
             slowed = slowed_seconds(self.slowed_before, after, [gpu["index"] for gpu in gpus])
             row = gpus, slowed, growth(self.network_before, network_errors())
-        rows = [row for row in gather(row) or [] if row]
+        rows = [row for row in self.bench.job.gather(row) or [] if row]
         if not rows:
             return []
         hosts = environment["hosts"]

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function
 
 from common.groups import Group
+from common.stats import show_seconds
 from common.timing import STEP, RankTimes, Step, Workload, time_block
 from harness.benchmark import Benchmark, Observer, analysis_command
 from harness.cli import cut
 from harness.environment import node_of_each
-from harness.report import Case, show_seconds
+from harness.report import Case
 
 ITERATIONS = 5
 SLOW = 1.1  # a slowdown of the step under the profiler beyond this factor is reported

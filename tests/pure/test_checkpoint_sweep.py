@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks import checkpoint_sweep
-from common.stats import Times
-from harness.report import Case, Estimate
+from common.stats import Estimate, Times
+from harness.report import Case
 
 
 def test_metrics_by_hand() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import collectives
-from common.stats import Implausible, Times
-from harness.report import Case, Estimate
+from common.stats import Estimate, Implausible, Times
+from harness.report import Case
 
 KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4, "cudagraph": 0}
 KEY |= {"count": 16_000_000, "dtype": "float32", "redop": "sum", "root": -1, "caches": "cold"}

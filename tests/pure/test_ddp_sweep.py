@@ -14,9 +14,9 @@ import torch
 
 from benchmarks import ddp_sweep
 from benchmarks.workloads.settings import compare_settings, fastest, simultaneous
-from common.stats import Implausible, Times
+from common.stats import Estimate, Implausible, Times
 from common.table import fitted
-from harness.report import Case, Estimate
+from harness.report import Case
 
 LABELS = ["25MB none", "25MB bf16", "1MB none"]
 BEGIN = "m, torch's default precision"

@@ -467,16 +467,16 @@ def test_cpu_use_of_the_job() -> None:
         shell.communicate("\n", timeout=500)
 
 
-def test_a_run_is_disturbed_above_a_tenth_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_disturbed_above_a_tenth_of_the_cores() -> None:
     """The node with the highest use counts. It is not measured while two commands are
     interleaved."""
-    monkeypatch.setattr("harness.benchmark.broadcast", lambda value: value)
     quiet, busy, busiest = [Others(0.2, 2), Others(6.0, 64)], Others(0.21, 2), Others(1.6, 2)
     told = environment.others_text(["a", "b", "c"], [*quiet, busy])
     assert told == "other processes used 0.2 of 2 cores of c"
 
     def taken(*loads: Others) -> Others | None:
-        return Benchmark.disturbed(Mock(load_of_others=lambda: loads))
+        job = Mock(broadcast=lambda value: value)
+        return Benchmark.disturbed(Mock(job=job, load_of_others=lambda: loads))
 
     assert taken() is None
     assert taken(*quiet) is None

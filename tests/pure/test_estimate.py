@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.report import Case, Estimate, Report, load, significant
+from common.stats import Estimate, significant
+from harness.report import Case, Report, load
 
 
 def test_arithmetic_of_intervals() -> None:

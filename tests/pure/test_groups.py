@@ -24,7 +24,8 @@ from harness.watchdog import Watchdog
 def job() -> Iterator[Job]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store)
+    world: Any = dist.group.WORLD
+    yield Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store, world)
     dist.destroy_process_group()
 
 
@@ -42,7 +43,7 @@ def test_no_rank_leaves_a_gather_before_all_have_arrived(
         calls.attach_mock(Mock(wraps=getattr(dist.distributed_c10d, name)), name)
         monkeypatch.setattr(dist.distributed_c10d, name, getattr(calls, name))
     value = ["x" * 5000, {"rank": (0, None)}]
-    assert ours.gather(value) == [value]
+    assert job.gather(value) == [value]
     assert [call[0] for call in calls.method_calls] == ["all_gather", "gather"]
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from common.stats import Estimate
 from harness.benchmark import report_lines
 from harness.cli import ROOT
 from harness.cpu_load import Others
 from harness.observe.hints import Hints, crowded_text, hints
-from harness.report import Case, Estimate
+from harness.report import Case
 
 SURE, WIDE, NONE = Estimate(1, 0.95, 1.05), Estimate(1, 0.9, 1.2), Estimate(1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from analysis.logs import nccl_tests
 from analysis.runs.load import Row, Run, frame, load
-from harness.report import Estimate
+from common.stats import Estimate
 from tests.pure.reports import ROOT, case, estimate, run, write
 
 LOGS = ROOT / "tests" / "logs"  # four ranks on two hosts

@@ -106,11 +106,11 @@ def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "gpu_state", lambda query="": readings.pop(0) if query else gpus)
     drops = [{"eth0 dropin": 1}, {"eth0 dropin": 8}]
     monkeypatch.setattr(node, "network_errors", lambda: drops.pop(0))
-    monkeypatch.setattr(node, "gather", lambda row: [row, None])
     ranks = [{"uuid": "1", "cores": 4, "rank": 0}]
     environment: dict[str, Any] = {"cuda": "13.2", "hosts": ["a"], "ranks": ranks}
     environment |= {"gpus": [gpus[1:]], "gpu_counts": [2]}
-    bench: Any = Mock(job=Mock(local_rank=0), report=Mock(environment=environment))
+    job = Mock(local_rank=0, gather=lambda row: [row, None])
+    bench: Any = Mock(job=job, report=Mock(environment=environment))
     observer, last_line = Node(bench), dict[str, Any]()
     line = "note: GPU 1 of a was limited by its power: power cap for 2.0 s"
     assert observer.end(last_line) == [line]

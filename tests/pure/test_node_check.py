@@ -251,9 +251,9 @@ def test_ranks_that_are_slow_once_are_not_named(
         who = [(Component("rank", ((rank,),)), "copy") for rank in ranks]
         return Judgement(dict.fromkeys(who, Slowness(2.0, "2x")), [])
 
-    monkeypatch.setattr(node_check, "broadcast", lambda value: value)
+    bench.job.broadcast = lambda value: value
     left = iter([100.0, 30.0, 20.0, 1.0])
-    monkeypatch.setattr(node_check, "seconds_left", lambda budget: next(left))
+    monkeypatch.setattr(node_check, "seconds_left", lambda job, budget: next(left))
     parts = [node_check.Part("a case", {}, [0], Mock(), Mock()) for _ in range(2)]
     found = node_check.measure_twice(bench, node_check.Phase("alone", 0.1, parts, suspects))
     assert [component.name() for component, _ in found.slow] == ["rank 1"]

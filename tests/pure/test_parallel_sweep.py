@@ -12,8 +12,8 @@ from benchmarks import parallel_sweep
 from benchmarks.workloads.axes import ring_attention
 from benchmarks.workloads.meshes import default_meshes, misfit, parse_mesh
 from benchmarks.workloads.reference import Reference
-from common.stats import Times
-from harness.report import Case, Estimate
+from common.stats import Estimate, Times
+from harness.report import Case
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from torch.distributed.rpc.internal import _internal_rpc_pickler as pickler
 from torch.futures import Future
 
 from benchmarks import parameter_server as script
-from harness.report import Case, Estimate
+from common.stats import Estimate
+from harness.report import Case
 
 CPU = torch.device("cpu")
 DENSE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -13,8 +13,9 @@ from benchmarks.workloads.phases import (
     summary,
     unaligned_metrics,
 )
+from common.stats import Estimate
 from common.table import render
-from harness.report import Case, Estimate
+from harness.report import Case
 
 
 def test_durations_by_step_and_phase() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from analysis.runs.load import load
-from common import stats
+from common import timing
 from common.stats import Times
 from common.timing import RankTimes
 from harness.benchmark import Benchmark, RankResult
@@ -28,7 +28,7 @@ SECONDS: dict[str, Any] = {"step": STEP.round(9), "compute": (STEP / 2).round(9)
 def reported(path: Path, aligned: bool) -> tuple[str, Case]:
     """A report of one case, and the case."""
     case = Case(key={"n": 1}, ranks=list(range(RANKS)), rounds=[50, 50], aligned=aligned)
-    stats.keep_samples(case, SECONDS)
+    case.samples_s, case.bounded = timing.kept_samples(SECONDS, aligned)
     report = Report("ddp_sweep", {}, str(path))
     report.start()
     report.add(case)
@@ -42,7 +42,7 @@ def test_a_large_case_keeps_the_samples_of_the_slowest_rank(
 ) -> None:
     whole, case = reported(tmp_path / "whole.jsonl", aligned)
     assert case.samples_s == {name: rows.tolist() for name, rows in SECONDS.items()}
-    monkeypatch.setattr(stats, "LIMIT", 2 * RANKS * ITERATIONS - 1)
+    monkeypatch.setattr(timing, "LIMIT", 2 * RANKS * ITERATIONS - 1)
     bounded, case = reported(tmp_path / "bounded.jsonl", aligned)
     resumed = Report("ddp_sweep", {}, bounded)
     resumed.start(resume=True)
@@ -57,7 +57,7 @@ def test_a_large_case_keeps_the_samples_of_the_slowest_rank(
 
 
 def test_metrics_are_computed_from_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "LIMIT", 600)
+    monkeypatch.setattr(timing, "LIMIT", 600)
     slowest = SECONDS["step"].max(axis=0)
     results = []
     for rank in range(RANKS):
@@ -78,4 +78,4 @@ def test_metrics_are_computed_from_all_samples(monkeypatch: pytest.MonkeyPatch) 
 def test_rank_0_completes_a_case_of_many_ranks() -> None:
     cost = scale_case.cost_of_case(256, 600)  # 460,800 samples
     assert cost.gathered_bytes < 9 * 460_800
-    assert cost.report_bytes < 16 * stats.LIMIT
+    assert cost.report_bytes < 16 * timing.LIMIT

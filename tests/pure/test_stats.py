@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common import stats
-from harness.report import Estimate
+from common.stats import Estimate
 
 SWING = [1, 16, 2, 15, 3, 14, 4, 13, 5, 12, 6, 11, 7, 10, 8, 9]
 
@@ -135,29 +135,3 @@ def test_windows_agree_if_neither_is_significantly_lower() -> None:
         [4, 6, 7, 8], [1, 2, 3, 5]
     )  # 15 of 16 pairs; 14.8 is the limit
     assert stats.same_distribution([1, 2, 5, 6], [3, 4, 7, 8])
-
-
-def test_interpolation_between_measured_sizes() -> None:
-    """A quarter of the way from 1 KiB to 2 KiB is 10 + 10 / 4, and likewise for the ends."""
-    times = {1024: Estimate(10, 9, 11), 2048: Estimate(20, 18, 25), 8192: Estimate(50)}
-    assert stats.interpolate(times, 1280) == Estimate(12.5, 11.25, 14.5)
-    assert stats.interpolate(times, 2048) == times[2048]
-    # halfway between 2 and 8 KiB, one of which has no interval
-    assert stats.interpolate(times, 5120) == Estimate(35)
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (1023, "1023 bytes are outside of the measured sizes, 1K to 64K"),
-        (2**17, "128K bytes are outside of the measured sizes, 1K to 64K"),
-        (2**13, "8K bytes are between the measured sizes 4K and 64K, which are more than a "),
-    ],
-)
-def test_nothing_is_extrapolated(size: int, words: str) -> None:
-    times = {2**10: Estimate(1), 2**12: Estimate(2), 2**16: Estimate(3)}
-    assert stats.interpolate(times, 2**11).value == pytest.approx(1 + 1 / 3)  # a factor of 4
-    with pytest.raises(ValueError, match=f"^{words}"):
-        stats.interpolate(times, size)
-    with pytest.raises(ValueError, match="no size is measured"):
-        stats.interpolate({}, size)

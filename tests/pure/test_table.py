@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from benchmarks.workloads.percentiles import digits_beside, percentile_columns
+from common.stats import Estimate
 from common.table import Table, ends, layout, metric, render
-from harness.report import Case, Estimate
+from harness.report import Case
 
 
 def case(**metrics: Any) -> Case:

@@ -12,8 +12,9 @@ from analysis import report as page
 from analysis.runs.load import load as load_runs
 from benchmarks import collectives, traffic
 from benchmarks.workloads.decoder import DECODERS, Decoder
-from common.stats import Layout
-from harness.report import Case, Estimate, load
+from common.stats import Estimate
+from harness.isolated import Layout
+from harness.report import Case, load
 from tests.pure import reports
 from tests.pure.reports import estimate
 

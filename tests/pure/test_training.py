@@ -7,8 +7,7 @@ import pytest
 from numpy.typing import ArrayLike
 
 from benchmarks.workloads import training
-from common.stats import Times
-from harness.report import Estimate
+from common.stats import Estimate, Times
 
 
 def swinging(value: float) -> list[float]:
