@@ -88,6 +88,8 @@ from harness.report import Case
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # quick on a laptop, with small images
 DEFAULT = "default"  # bucket size: DDP chooses, because it is not given a bucket_cap_mb
+WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # in which a hook sends gradients
+SAMPLED = 4096  # limit on the values of a gradient that are compared with the mean
 DDP_OPTIONS = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 # DDP rebuilds its buckets in the second or third step; the log of a later step has their sizes
 SETTLING_STEPS = 4
@@ -343,6 +345,7 @@ def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
 class Replica(NamedTuple):
     """A model and its training step."""
 
+    setting: Setting | None  # None without DDP
     model: nn.Module  # under DDP, or the bare model
     batch: Batch
     tokens: int  # in the batch; 0 if unknown
@@ -381,7 +384,7 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
     # With a rate of 0, a step takes as long, and the weights stay finite and equal on all ranks,
     # regardless of the loss
     without_rate(optimizer)
-    return Replica(model, batch, tokens, make_step, step)
+    return Replica(setting, model, batch, tokens, make_step, step)
 
 
 def build(bench: Benchmark, key: Key, group: Group) -> Workload:
@@ -425,7 +428,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
         parts,
         # parts whose difference from the step, or ratio to it, is printed with an interval
         compared=[name for name in parts if name not in ("alone", "no ddp")],
-        facts=lambda: facts_of(replicas, memory),
+        facts=lambda: facts_of(replicas, memory, group),
         launches=True,
     )
 
@@ -438,14 +441,64 @@ class Facts(NamedTuple):
     memory: dict[str, float]  # metrics
     tokens: int  # in a batch; 0 if unknown
     others: tuple["Facts", ...] = ()  # of the replicas of the other settings
+    wrong: str | None = None  # a gradient that is not the mean over ranks
 
 
-def facts_of(replicas: Sequence[Replica], memory: dict[str, float]) -> Facts:
+def facts_of(replicas: Sequence[Replica], memory: dict[str, float], group: Group) -> Facts:
     first, *others = replicas
-    first.step()  # the last timed step may not have averaged its gradients; this one does
+    # one more step, because the last timed step may not have averaged its gradients
+    wrong = compare_with_mean(first, group)
     gradients = (p.grad for p in first.model.parameters() if p.grad is not None)
-    of_others = tuple(facts_of([replica], memory) for replica in others)
-    return Facts(digest(first.model), digest_of(gradients), memory, first.tokens, of_others)
+    of_others = tuple(facts_of([replica], memory, group) for replica in others)
+    hashed = digest(first.model), digest_of(gradients)
+    return Facts(*hashed, memory, first.tokens, of_others, wrong)
+
+
+def compare_with_mean(replica: Replica, group: Group) -> str | None:
+    """Compute gradients and compare those of DDP with the mean over ranks of the local ones.
+
+    The mean is computed over the control group, from at most SAMPLED evenly spaced values of each
+    gradient. powersgd only approximates gradients of two or more dimensions, which are not
+    compared. Returns a description of the first difference, or None.
+    """
+    setting, named = replica.setting, dict[str, nn.Parameter]()
+    for name, parameter in replica.model.named_parameters():
+        exact = setting and (setting.hook != "powersgd" or parameter.dim() < 2)
+        if parameter.requires_grad and exact:
+            named[name.removeprefix("module.")] = parameter
+    local = {name: torch.zeros_like(sample(p)) for name, p in named.items()}
+
+    def add(name: str, gradient: Tensor) -> None:  # before DDP averages it
+        local[name] += sample(gradient)
+
+    hooks = [p.register_hook(partial(add, name)) for name, p in named.items()]
+    no_optimizer = SimpleNamespace(zero_grad=replica.model.zero_grad, step=lambda: None)
+    replica.make_step(replica.model, replica.batch, optimizer=no_optimizer)()
+    for hook in hooks:
+        hook.remove()
+    if not setting or not named:
+        return None
+    flat = torch.cat([*local.values()])
+    means = torch.stack([flat, flat.abs()])
+    dist.all_reduce(means, group=group.control)
+    means /= len(group.ranks)
+    splits = means.split([len(part) for part in local.values()], dim=1)
+    for (name, parameter), (mean, mean_size) in zip(named.items(), splits, strict=True):
+        got = 0 if parameter.grad is None else sample(parameter.grad)  # None: used on no rank
+        error, largest = float((got - mean).abs().max()), float(mean_size.max())
+        types = [torch.finfo(t) for t in (parameter.dtype, WIRE.get(setting.hook, parameter.dtype))]
+        rounding = max(info.eps * max(largest, info.smallest_normal) for info in types)
+        # each of ranks - 1 additions, the division and the casts may round; also if it is NaN
+        if not error <= (len(group.ranks) + 4) * rounding:
+            differs = f"differs from the mean over ranks by {error / largest:.2g} of its largest"
+            return f"the gradient of {name} {differs} value"
+    return None
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """At most SAMPLED evenly spaced values of a tensor, as float64 on the CPU."""
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1)
+    return flat[:: max(1, math.ceil(len(flat) / SAMPLED))].double().cpu()
 
 
 def refuse_deadlock(model: nn.Module, setting: Setting, backend: str) -> None:
@@ -529,7 +582,8 @@ def check_all(facts: list[Facts], ranks: list[int], labels: list[str]) -> str:
 
 
 def check(facts: list[Facts], ranks: list[int]) -> str:
-    """Whether all ranks have equal parameters and equal averaged gradients.
+    """Whether all ranks have equal parameters and equal averaged gradients, which are the mean of
+    the local ones.
 
     A diverging loss is not a fault of DDP: if values are not finite on any rank, the check is
     skipped.
@@ -540,7 +594,7 @@ def check(facts: list[Facts], ranks: list[int]) -> str:
             return f"skipped: the loss diverges: the {what} of all ranks are not finite"
         if problem := compare_replicas(digests, ranks, what):
             return verdict(problem)
-    return "passed"
+    return verdict(next((fact.wrong for fact in facts if fact.wrong), None))
 
 
 # -- tables and answers ----------------------------------------------------------------------------

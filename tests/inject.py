@@ -311,6 +311,19 @@ def stops_averaging() -> None:
 
 
 @fault
+def adds_instead() -> None:
+    """The hook of each rank returns the sum of the gradients instead of their mean."""
+
+    def register(real: Any, model: Any, state: Any, hook: Any) -> None:
+        def adding(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return hook(state, bucket).then(lambda mean: mean.value() * (LAST + 1))
+
+        real(model, state, adding)
+
+    patch("torch.nn.parallel.DistributedDataParallel.register_comm_hook", register, rank=None)
+
+
+@fault
 def wrong_axis() -> None:
     """FSDP's gradients are summed over the ranks of a group instead of averaged."""
 

@@ -55,7 +55,7 @@ def test_odd_numbers_of_ranks_and_ones_own_model(
 ) -> None:
     """The path of the checkout has a space, and the model is in the working directory."""
     copy = tmp_path / "a checkout"
-    for folder in ("benchmarks", "common"):
+    for folder in ("benchmarks", "common", "harness"):
         shutil.copytree(ROOT / folder, copy / folder)
     shutil.copy(ROOT / "tests" / "own_models.py", tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
@@ -282,19 +282,26 @@ def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("hooks", "setting"), [(("bf16",), ""), (("none,bf16", "--interleave"), "default bf16: ")]
+    ("fault", "hooks", "reason"),
+    [
+        ("stops-averaging", "bf16", "after the steps the gradients of rank 1 differ from rank 0's"),
+        (
+            *("stops-averaging", "none,bf16 --interleave"),
+            "default bf16: after the steps the gradients of rank 1 differ from rank 0's",
+        ),
+        ("adds-instead", "bf16", "the gradient of embedding.weight differs from the mean over ran"),
+    ],
 )
-def test_a_hook_that_stops_averaging_is_found(
-    bench: Callable[..., Any], hooks: tuple[str, ...], setting: str
+def test_a_hook_that_does_not_average_is_found(
+    bench: Callable[..., Any], fault: str, hooks: str, reason: str
 ) -> None:
-    """From a timed block on. Weights do not change, because the learning rate is 0, so gradients
-    are compared. Of interleaved settings the one with the hook is named."""
-    flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--comm-hook", *hooks)
-    run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, inject="stops-averaging")
+    """One stops to average in a timed block: the weights do not change, because the learning rate
+    is 0, so gradients are compared. Of interleaved settings the one with the hook is named."""
+    flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--comm-hook", *hooks.split())
+    run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, inject=fault)
     assert run.status == 1
     _, case = run.report.cases
-    reason = "after the steps the gradients of rank 1 differ from rank 0's"
-    assert case.check == f"failed: {setting}{reason}"
+    assert case.check.startswith(f"failed: {reason}")
 
 
 def answer_of(efficiency: Estimate, exposed: Estimate, global_batch: int | None = None) -> str:
