@@ -175,7 +175,7 @@ def start_rpc(
         _channels=None if "auto" in options.channels else options.channels,
     )
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
-    bench.watchdog.begin("RPC")
+    bench.begin("RPC")
     bench.phase("init_rpc")
     try:
         rpc.init_rpc(name, None, job.rank, job.world_size, settings)
@@ -207,7 +207,7 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     graceful = False
     try:
         yield devices
-        bench.watchdog.begin("RPC")
+        bench.begin("RPC")
         bench.phase("shutdown")
         # after a failed case there may be calls that are never answered, so do not wait for them
         graceful = not job.broadcast(any(case.failed for case in bench.report.cases))

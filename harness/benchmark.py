@@ -6,6 +6,7 @@ import argparse
 import atexit
 import contextlib
 import importlib
+import json
 import os
 import shlex
 import shutil
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import LostPeer
-from common.groups import Group, GroupCache, Subgroups, connect, local_rank
+from common.groups import Group, GroupCache, Subgroups, connect, local_rank, lost_peer
 from common.join import join, world
 from common.stats import Implausible, Times
 from common.table import Columns, Table, omitted, render
@@ -36,10 +37,9 @@ from common.timing import (
 )
 from harness import cli, environment
 from harness.contents import of_run
-from harness.cpu_load import BUSY, CpuLoad, Others
+from harness.cpu_load import BUSY, Others
 from harness.environment import others_text
 from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
-from harness.watchdog import Watchdog, restart_exit_timer
 
 LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class RankResult(NamedTuple):
 
 
 class Observer:
-    """Base class of the modules in harness/observe/, which are called outside the timed code.
+    """Base class of the observers in harness/observe/, which are called outside the timed code.
     Without them, a run measures the same.
 
     An exception in `row` or `end` becomes a line of output. An exception in `after` fails the case,
@@ -70,11 +70,26 @@ class Observer:
     """
 
     def __init__(self, bench: "Benchmark") -> None:
-        """Called after the preamble is printed and before the report is opened."""
+        """Called on all ranks after the preamble is printed and before the report is opened."""
         self.bench = bench
 
-    def phase(self, what: str) -> None:
-        """The next phase, never called within a block; "" before a line is printed."""
+    @classmethod
+    def before_join(cls, args: argparse.Namespace) -> dict[str, Any]:
+        """Called before this rank joins the job. Returns arguments that replace those of `join`."""
+        return {}
+
+    def begin(self, label: str, member: bool) -> None:
+        """A case, or another part of the run, begins. member: whether this rank belongs to it."""
+
+    def phase(self, what: str, ahead: int) -> None:
+        """The next phase begins; never called within a block. `Benchmark.phase` describes `ahead`.
+        An empty name precedes each printed line."""
+
+    def opened(self, group: Group | None) -> None:
+        """The groups of the case exist on this rank. None: they are about to be closed."""
+
+    def failed(self, reason: str) -> None:
+        """The case has failed on this rank."""
 
     def after(self, key: Key, work: Workload, times: RankTimes, group: Group) -> Any:
         """Called on each rank of a case after the timing. May use the groups of the case. The
@@ -90,15 +105,18 @@ class Observer:
         and may add to `last_line`, the last line of the report."""
         return []
 
+    def stop(self) -> None:
+        """Called before this process leaves the job or ends."""
 
-def load_observers(bench: "Benchmark") -> list[Observer]:
-    """An instance of each observer in harness/observe/. Nothing else imports that folder."""
-    observers = []
-    for path in sorted((cli.ROOT / "harness" / "observe").glob("[!_]*.py")):
-        module = importlib.import_module(f"harness.observe.{path.stem}")
-        kinds = [kind for kind in Observer.__subclasses__() if kind.__module__ == module.__name__]
-        observers += [kind(bench) for kind in kinds]
-    return observers
+
+def observers() -> Sequence[type[Observer]]:
+    """Return the observers of harness/observe/; none if that folder was deleted."""
+    try:
+        return importlib.import_module("harness.observe").ALL  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        if error.name != "harness.observe":
+            raise
+        return ()
 
 
 @contextlib.contextmanager
@@ -129,12 +147,15 @@ class Benchmark:
         under test may contain; None for all.
         """
         check_flags(args)
-        restart_exit_timer(args.timeout)
-        self.args, self.status = args, 1
+        self.args = args
+        self.status = 1
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
         self.title = ""
+        self.observers: list[Observer] = []
+        # returns the CPU use by other processes on each node, on rank 0; set by an observer
+        self.measure_load: Callable[[], list[Others]] | None = None
         self.answers: list[str] = []  # printed together, as the last lines
         self.last_line: dict[str, Any] = {}  # entries that a script adds to the report's last line
         self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
@@ -144,35 +165,38 @@ class Benchmark:
         self.is_first = rank == 0
         # maximum width of a table in characters; None for no limit
         self.max_width = terminal_width() if self.is_first and not args.wide else None
-        turns = turn_pipes()
+        pipes: list[str] = []
+        if os.environ.get(cli.TURN):
+            turns = importlib.import_module("harness.turns")
+            pipes = turns.find_pipes()
+        self.is_interleaved = bool(pipes)  # with another command, which measures in turns
         variables = environment.user_variables()  # before `join` sets others
         # user-defined models are package.module:function
         models = [name.partition(":") for name in getattr(args, "models", None) or []]
         contents = of_run(sys.argv[0], [module for module, colon, _ in models if colon])
         # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
-        memory_held = environment.gpu_memory() if on_node == 0 and not turns else {}
+        memory_held = environment.gpu_memory() if on_node == 0 and not pipes else {}
         files = [cli.take_stdout()] if args.json == "-" else []
-        # not for interleaved commands: this command is idle while the other one measures
-        self.records_load = not turns
-        self.cpu_load = CpuLoad() if on_node == 0 and not turns else None
+        kinds = observers()
+        for kind in kinds:
+            kind.before_join(args)
         self.job = join(args.device, args.backend, args.timeout, contents)
         self.groups = GroupCache(self.job)
-        self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
-        self.rule = StopRule.by_flags(args, bool(turns))
-        collected = environment.collect(self.job, variables, self.cpu_load, contents, memory_held)
+        self.turn = turns.take(pipes) if pipes and self.is_first else lambda: None
+        self.rule = StopRule.by_flags(args, self.is_interleaved)
+        collected = environment.collect(self.job, variables, contents, memory_held)
         measured_on = self.job.broadcast(collected)
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
-        self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
         # Added to every key. Those of rank 0, because under RPC the servers and the trainers may be
         # on different devices.
         place = {"device": self.job.device.type, "backend": self.job.backend}
         self.place: Key = self.job.broadcast({"world_size": self.job.world_size, **place})
-        self.observers: list[Observer] = []
         self.print(environment.preamble(measured_on))
-        self.observers = load_observers(self)
+        for kind in kinds:
+            self.observers.append(kind(self))
         self.replaced = self.prepare("--json", self.open_report)
         if self.replaced:
             self.print(f"# the existing report was moved to {self.replaced}")
@@ -209,15 +233,20 @@ class Benchmark:
             self.refuse(*first)
         return result  # type: ignore[return-value]
 
+    def begin(self, label: str, member: bool = True) -> None:
+        """Announce a case, or another part of the run, to the observers. member: whether this rank
+        belongs to it."""
+        for observer in self.observers:
+            observer.begin(label, member)
+
     def phase(self, what: str, ahead: int = 1) -> None:
-        """Report the next phase to the watchdog and the observers. Not for use in timed code.
+        """Announce the next phase to the observers. Not for use in timed code.
 
         ahead: 0 if only this rank enters the phase, so that the other ranks do not count as behind;
         otherwise 1.
         """
-        self.watchdog.phase(what, ahead)
         for observer in self.observers:
-            observer.phase(what)
+            observer.phase(what, ahead)
 
     def complete_key(self, key: Key, ranks: int) -> Key:
         """The key with the device, backend, world_size and number of ranks, unless it has them."""
@@ -271,7 +300,7 @@ class Benchmark:
         case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
         parts: Subgroups = tuple(map(tuple, subgroups or [ranks]))
         member = self.job.rank in ranks
-        self.watchdog.begin(name, member)
+        self.begin(name, member)
         self.phase("setup" if member else "outside the case")
         result = self.attempt(key, build, ranks, parts, rule or self.rule)
         if member:  # ranks outside the case are not behind
@@ -279,7 +308,8 @@ class Benchmark:
         results, lines = self.job.gather(result), list[str]()
         written = self.write(case, derive, results, lines) if results else None
         reason, unwritten = self.job.broadcast(written)
-        self.watchdog.group = None  # two threads must not abort the same group
+        for observer in self.observers:
+            observer.opened(None)
         self.groups.release(ranks, parts, failed=reason is not None)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(unwritten, 1)
@@ -290,14 +320,15 @@ class Benchmark:
     ) -> RankResult | None:
         """Build and time a case on this rank.
 
-        Returns None on ranks outside the case, and if the case failed. Then the watchdog has the
+        Returns None on ranks outside the case, and if the case failed. Then the store has the
         reason, and this rank has closed its groups.
         """
         result, error = None, ""
         try:
             group = self.groups.acquire(ranks, subgroups)
             if group:
-                self.watchdog.group = group
+                for observer in self.observers:
+                    observer.opened(group)
                 if group.start_up_s:  # it is new
                     group.start_up_s["first_collective"] = connect(group.workload, self.job)
                 result = self.time(key, build(key, group), group, rule)
@@ -305,14 +336,34 @@ class Benchmark:
             raise
         except Exception as raised:
             error = f"{cli.describe(raised)} (rank {self.job.rank})"
-            self.watchdog.fail(error)
+            self.report_failure(error)
             if gpu_is_lost(self.job.device):
                 cli.exit_now(1, f"{error}: this process can no longer use its GPU")
         # after the except block, whose traceback referenced the model and its group
         if error:
-            self.watchdog.group = group = None
+            group = None
+            for observer in self.observers:
+                observer.opened(None)
             self.groups.release(ranks, subgroups, failed=True)
         return result
+
+    def report_failure(self, reason: str) -> None:
+        """Put the reason why the case failed on this rank into the store, unless another rank was
+        first: later failures follow from the first one."""
+        failure = json.dumps([reason, self.job.rank])
+        with lost_peer():
+            self.job.store.compare_set(f"failed/{len(self.measured)}", "", failure)
+        for observer in self.observers:
+            observer.failed(reason)
+
+    def first_failure(self) -> tuple[str | None, int | None]:
+        """Return the reason why the case failed and the rank; (None, None) if it did not."""
+        key = f"failed/{len(self.measured)}"
+        with lost_peer():
+            if not self.job.store.check([key]):
+                return None, None
+            reason, rank = json.loads(self.job.store.get(key))
+            return reason, rank
 
     def time(self, key: Key, work: Workload, group: Group, rule: StopRule) -> RankResult:
         """Time a workload on this rank."""
@@ -339,7 +390,7 @@ class Benchmark:
         are appended here. Returns the reason if the case failed, and the reason if it could not be
         written; None otherwise.
         """
-        reason, failed_rank = self.watchdog.failure()
+        reason, failed_rank = self.first_failure()
         if reason is None:
             try:
                 of_ranks = [results[rank] for rank in case.ranks]
@@ -443,13 +494,12 @@ class Benchmark:
         """Print on rank 0. If writing to stdout fails, end the run; the report is intact."""
         if not self.is_first:
             return
-        for observer in self.observers:
-            observer.phase("")
+        self.phase("")
         try:
             print(text, flush=True)
         except OSError as error:
             kept = f"; {self.args.json} has the finished cases" if self.args.json else ""
-            self.watchdog.stop()
+            self.stop_observers()
             cli.exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
@@ -463,7 +513,7 @@ class Benchmark:
 
         All ranks call it, or only rank 0: the launcher then ends the others.
         """
-        self.watchdog.stop()
+        self.stop_observers()
         cli.refuse(problem, status)
 
     def __enter__(self) -> "Benchmark":
@@ -474,7 +524,7 @@ class Benchmark:
         if isinstance(error, LostPeer):
             raise error
         if error is not None:
-            self.watchdog.stop()
+            self.stop_observers()
             return
         self.finish()
         self.leave_job()
@@ -485,15 +535,24 @@ class Benchmark:
         with contextlib.suppress(RuntimeError, LostPeer):
             self.groups.close_all()
             self.job.barrier()
-        self.watchdog.stop()
+        self.stop_observers()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
+    def stop_observers(self) -> None:
+        """Stop all observers, before this process leaves the job or ends."""
+        for observer in self.observers:
+            observer.stop()
+
+    @property
+    def records_load(self) -> bool:
+        """Whether an observer records the CPU use by other processes."""
+        return self.measure_load is not None
+
     def load_of_others(self) -> list[Others]:
-        """CPU use by other processes during the run, for each node. All ranks call it. [] on ranks
-        other than 0, and if this command is interleaved with another one."""
-        rows = self.job.gather(self.cpu_load.of_others() if self.cpu_load else None) or []
-        return [row for row in rows if row]
+        """Return the CPU use by other processes during the run, for each node. All ranks call it.
+        [] on ranks other than 0, and if no observer records it."""
+        return self.measure_load() if self.measure_load else []
 
     def disturbed(self) -> Others | None:
         """CPU use by other processes so far, on the node where it was largest. None if it was at
@@ -638,32 +697,3 @@ def gpu_is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def turn_pipes() -> list[str]:
-    """The paths of two named pipes if ab.py --interleave runs this command, otherwise []. Refuses
-    any other value of the variable. Other nodes than that of rank 0 need not have the pipes."""
-    text = os.environ.get(cli.TURN, "")
-    pipes = text.split(":") if text else []
-    checks = cli.is_rank_0() or cli.is_on_one_node()
-    if pipes and checks and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
-        expected = "two named pipes, which ab.py --interleave sets"
-        cli.refuse(f"{cli.TURN}: expected {expected}, got {text!r}; try unset {cli.TURN}")
-    return pipes
-
-
-def turn_taker(pipes: Sequence[str]) -> Callable[[], None]:
-    """Wait for the first turn of this command. Returns a function that passes the turn to the other
-    command and waits for the next one.
-
-    pipes: a token in the first one is the turn of this command, one in the second that of the other
-    command.
-    """
-    my_pipe, other_pipe = map(os.open, pipes, (os.O_RDONLY, os.O_WRONLY))
-    os.read(my_pipe, len(cli.TOKEN))
-
-    def pass_on() -> None:
-        os.write(other_pipe, cli.TOKEN)
-        os.read(my_pipe, len(cli.TOKEN))
-
-    return pass_on

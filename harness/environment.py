@@ -1,5 +1,5 @@
 """The environment of a run: software, ranks, nodes, GPUs and variables, with warnings about
-differences between ranks or nodes and about CPU use by other processes."""
+differences between ranks or nodes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ import torch
 from common.groups import Job
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from harness.cli import TURN, cut, version
-from harness.cpu_load import BUSY, CpuLoad, Others
+from harness.cpu_load import BUSY, Others
 from harness.report import FAMILIES, shown, without_secrets
 
 # Variables that FAMILIES match, but that do not affect the measurement
@@ -84,15 +84,14 @@ def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
 def collect(
     job: Job,
     variables: dict[str, str],
-    load: CpuLoad | None,
     contents: dict[str, str],
     memory_held: dict[str, str],
 ) -> dict[str, Any]:
     """The report's environment, on rank 0; {} on other ranks. All ranks call it.
 
-    variables: returned by `user_variables`. load: CPU use by other processes, on the first rank of
-    each node. contents: hashes of the source files; `join` has checked that they are the same on
-    all ranks. memory_held: returned by `gpu_memory`, on the first rank of each node.
+    variables: returned by `user_variables`. contents: hashes of the source files; `join` has
+    checked that they are the same on all ranks. memory_held: returned by `gpu_memory`, on the first
+    rank of each node.
     """
     compared = {name: value for name, value in variables.items() if is_compared(name)}
     of_rank_0 = job.broadcast(compared)
@@ -101,11 +100,10 @@ def collect(
     cuda = job.broadcast(any(device == "cuda" for device, _ in gathered) if gathered else None)
     node = None  # collected by the first rank of each node
     if job.local_rank == 0:
-        others = load.of_others() if load else None
         gpus = gpu_state() if cuda else []
         for gpu in gpus:
             gpu["memory.used"] = memory_held.get(gpu["uuid"], "")
-        node = {"topology": topology(cuda), "gpus": gpus, "others": others}
+        node = {"topology": topology(cuda), "gpus": gpus}
         node |= {"cpu": cpu_model(), "kernel": platform.release()}
     rows = job.gather((describe_rank(job), node))
     if rows is None or gathered is None:
@@ -137,7 +135,6 @@ def collect(
         "topologies": [node["topology"] for node in nodes],
         "gpus": [node["gpus"] for node in nodes],
         "gpu_counts": counts,
-        "others": [node["others"] for node in nodes if node["others"]],
         "ranks": ranks,
         "differences": lines + differences(nodes, ranks),
         "variables": variables,
@@ -449,11 +446,9 @@ def count_of(count: int, noun: str) -> str:
 
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
-    """A line for each condition that makes results doubtful: ranks and nodes that differ, CPU use
-    by other processes, and GPUs that are shared by ranks or used by other processes."""
+    """A line for each condition that makes results doubtful: ranks and nodes that differ, and GPUs
+    that are shared by ranks or used by other processes."""
     warnings = list(environment["differences"])
-    if busy := others_text(environment["hosts"], environment["others"]):
-        warnings.append(f"{busy}: times will be noisy")
     if shared := sharing(environment):
         warnings.append(f"{shared}: each one's times include the other's work")
     names = node_names(environment)

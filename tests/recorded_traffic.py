@@ -21,7 +21,7 @@ from benchmarks import traffic
 from benchmarks.workloads.axes import train
 from benchmarks.workloads.meshes import Key, open_meshes, parse_mesh
 from common.groups import Group, Job
-from harness.watchdog import recorded_collectives
+from harness.observe.watchdog import recorded_collectives
 
 BYTES = {"Float": 4, "Int": 4, "Long": 8, "Byte": 1}
 MODEL = ["--model", "decoder-nano", "--sequence-length", "32", "--dtype", "fp32"]

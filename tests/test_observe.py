@@ -49,7 +49,7 @@ def test_an_error_of_an_observer_is_printed_in_a_line() -> None:
     broken = Broken.__new__(Broken)
     bench: Any = benchmark.Benchmark.__new__(benchmark.Benchmark)
     bench.observers, bench.report = [broken], Mock(path=None)
-    bench.watchdog = Mock(failure=lambda: (None, None))
+    bench.first_failure = lambda: (None, None)
     timed = RankTimes({"step": np.array([1.0])}, [1], "iters")
     bench.write(case, lambda *_: None, [benchmark.RankResult(timed, None, [None])], lines)
     assert lines == ["Broken: KeyError: 'row'"]

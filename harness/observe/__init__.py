@@ -1,1 +1,11 @@
-"""Observers of a run. Each module has a class that derives from `harness.benchmark.Observer`."""
+"""Observers of a run. Measuring does not depend on them: this folder may be deleted."""
+
+from harness.benchmark import Observer
+from harness.observe.hints import Hints
+from harness.observe.load import Load
+from harness.observe.node import Node
+from harness.observe.progress import Progress
+from harness.observe.trace import Trace
+from harness.observe.watchdog import Watchdog
+
+ALL: tuple[type[Observer], ...] = (Watchdog, Load, Hints, Node, Progress, Trace)

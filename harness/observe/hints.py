@@ -31,9 +31,7 @@ class Hints(Observer):
         return ([f"launch-bound {share:.0%}"] if share else []) + two_modes(case)
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
-        others: list[Others] = self.bench.load_of_others()
-        if self.bench.measured:  # otherwise keep the load of the run that measured the cases
-            last_line["others"] = others
+        others = self.bench.load_of_others()
         measured_on, args = self.bench.report.environment, self.bench.args
         # the load of this run does not explain times that an earlier run measured
         report = self.bench.report

@@ -19,11 +19,15 @@ class Progress(Observer):
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
         self.line = None
+        self.label = ""
         if tqdm and bench.is_first and sys.stderr.isatty():
             tqdm.monitor_interval = 0  # no thread in addition to those that are timed
             self.line = tqdm(bar_format=ELAPSED, miniters=0, smoothing=0, leave=False)
 
-    def phase(self, what: str) -> None:
+    def begin(self, label: str, member: bool) -> None:
+        self.label = label
+
+    def phase(self, what: str, ahead: int) -> None:
         if self.line is None:
             return
         if not what:  # a line is about to be printed
@@ -33,7 +37,7 @@ class Progress(Observer):
         self.line.n, self.line.total = number - 1, count or None
         self.line.bar_format = WITH_REMAINING if count else ELAPSED
         of = f" of {count}" if number <= count else ""
-        text = f"case {number}{of}: {self.bench.watchdog.label}: {what}"
+        text = f"case {number}{of}: {self.label}: {what}"
         room = max(20, (self.line.ncols or 80) - len(" [00:00:00<00:00:00]"))
         self.line.set_description_str(text[:room], refresh=False)
         self.line.update(0)  # displays it, at most ten times a second

@@ -8,13 +8,14 @@ import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
+from torch.distributed import HashStore
 
 from common.stats import Implausible
 from common.timing import StopRule
-from harness import benchmark
+from harness import benchmark, turns
 from harness.benchmark import Benchmark
 from harness.report import Case, Report
 
@@ -38,18 +39,32 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
 
     def release(ranks: Any, subgroups: Any, failed: bool) -> None:
         assert failed
-        assert watchdog.group is None  # two threads must not abort one group
+        assert observer.opened.call_args == call(None)  # two threads must not abort one group
         alive.append(models[0]() is not None)
 
-    watchdog = Mock(group=None)
+    observer = Mock()
     groups = Mock(acquire=lambda ranks, subgroups: Mock(start_up_s={}), release=release)
-    bench: Any = Mock(watchdog=watchdog, groups=groups, job=Mock(rank=3))
+    bench: Any = Mock(observers=[observer], groups=groups, job=Mock(rank=3))
     monkeypatch.setattr(benchmark, "gpu_is_lost", lambda device: False)
     gc.disable()
     assert Benchmark.attempt(bench, {}, build, (0, 3), ((0, 3),), StopRule()) is None
     gc.enable()
     assert alive == [False]
-    watchdog.fail.assert_called_once_with("RuntimeError: out of memory (rank 3)")
+    bench.report_failure.assert_called_once_with("RuntimeError: out of memory (rank 3)")
+
+
+def test_the_first_failure_of_a_case_is_its_reason() -> None:
+    """Ranks 2 and 0 fail in this order in the first case, none in the second."""
+    store = HashStore()
+    ranks: list[Any] = [Mock(measured=[{}], job=Mock(rank=r, store=store)) for r in range(3)]
+    observer = Mock()
+    ranks[0].observers = ranks[2].observers = [observer]
+    Benchmark.report_failure(ranks[2], "first")
+    Benchmark.report_failure(ranks[0], "follows from it")
+    assert Benchmark.first_failure(ranks[1]) == ("first", 2)
+    assert observer.failed.call_args_list == [call("first"), call("follows from it")]
+    ranks[1].measured.append({})
+    assert Benchmark.first_failure(ranks[1]) == (None, None)
 
 
 def test_an_impossible_result_is_disturbed_or_implausible() -> None:
@@ -73,7 +88,7 @@ def test_a_turn_without_pipes_is_refused_in_one_line(
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     monkeypatch.setenv("TORCHRUN_BENCH_TURN", pipes)
     with pytest.raises(SystemExit) as end:
-        benchmark.turn_pipes()
+        turns.find_pipes()
     expected = "expected two named pipes, which ab.py --interleave sets"
     told = f"TORCHRUN_BENCH_TURN: {expected}, got {pipes!r}; try unset TORCHRUN_BENCH_TURN\n"
     assert (end.value.code, capsys.readouterr().err.endswith(f": error: {told}")) == (2, True)
@@ -84,9 +99,7 @@ def test_the_turns_of_two_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for pipe in pipes:
         os.mkfifo(pipe)
     monkeypatch.setenv("TORCHRUN_BENCH_TURN", ":".join(pipes))
-    assert benchmark.turn_pipes() == pipes
-    monkeypatch.delenv("TORCHRUN_BENCH_TURN")
-    assert benchmark.turn_pipes() == []
+    assert turns.find_pipes() == pipes
 
 
 def test_a_sentence_is_folded_on_a_terminal() -> None:

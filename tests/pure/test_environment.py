@@ -122,15 +122,14 @@ def test_variables_of_some_ranks() -> None:
 
 
 def test_warnings_in_the_first_lines() -> None:
-    """Two ranks share a GPU, another process uses the node, and one node differs."""
-    found: dict[str, Any] = {"hosts": ["a"], "others": [Others(1.5, 8)]}
+    """Two ranks share a GPU, another process uses the other GPU, and one node differs."""
+    found: dict[str, Any] = {"hosts": ["a"]}
     of_ranks = [rank(0, local_rank=0), rank(1, local_rank=1, uuid="G0")]
     found |= {"ranks": of_ranks, "differences": ["b is small"]}
     gpu = {"index": "0", "mig.mode.current": "Disabled", "memory.used": "20480 MiB"}
     found["gpus"] = [[gpu, gpu | {"index": "1", "mig.mode.current": "Enabled"}]]
     assert environment.warnings_of(found) == [
         "b is small",
-        "other processes used 1.5 of 8 cores of a: times will be noisy",
         "ranks 0 and 1 share a GPU on a: each one's times include the other's work",
         "a: other processes were already using 20.0 GiB of GPU 0",
     ]

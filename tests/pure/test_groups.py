@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from common import groups as ours
 from common.groups import Group, GroupCache, Job
-from harness.watchdog import Watchdog
+from harness.observe.watchdog import Watchdog
 
 
 @pytest.fixture

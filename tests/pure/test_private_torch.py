@@ -19,7 +19,7 @@ PRIVATE: dict[str, set[str]] = {
         *("_python_dispatch", "_pytree", "_schema", "_subclasses"),
     },
     "common/groups.py": {"_abort_process_group"},
-    "harness/watchdog.py": RECORDER,
+    "harness/observe/watchdog.py": RECORDER,
     "common/rpc.py": {"_channels", "_transports"},
     "benchmarks/workloads/axes.py": {"_functional_collectives"},
     "benchmarks/workloads/meshes.py": {"_pg_registry"},

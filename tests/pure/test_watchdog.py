@@ -1,4 +1,4 @@
-"""harness/watchdog.py: the roll call of few and of many ranks, timers, signals and kills."""
+"""harness/observe/watchdog.py: the roll call of few and many ranks, timers, signals and kills."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from harness import watchdog
-from harness.watchdog import (
+from harness.observe import watchdog
+from harness.observe.watchdog import (
     LATE,
     SILENT,
     WAITS,
@@ -63,7 +63,7 @@ def test_each_phase_starts_the_timer_of_faulthandler(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(watchdog, "faulthandler", wind_up := Mock())
     of_rank_3: Any = Mock(timeout_s=100.0, order=0, case=1, label="a case", answers=0)
     of_rank_3.job.rank = 3
-    Watchdog.phase(of_rank_3, "step, block 1")
+    Watchdog.phase(of_rank_3, "step, block 1", ahead=1)
     # after the time limits of torch and of the watchdog
     wind_up.dump_traceback_later.assert_called_once_with(170.0, exit=True)
 
@@ -176,7 +176,7 @@ def test_only_error_files_of_the_same_torchrun_are_written(path: Any, accepted: 
 RANK = """
 import os, signal, time
 from unittest.mock import Mock
-from harness.watchdog import Watchdog
+from harness.observe.watchdog import Watchdog
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
 os.kill(os.getpid(), signal.SIGHUP)
@@ -200,7 +200,7 @@ def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None
 SIGNALLED = """
 import os, signal, time
 from unittest.mock import Mock
-from harness.watchdog import Watchdog
+from harness.observe.watchdog import Watchdog
 both = {signal.SIGINT, signal.SIGTERM}
 signal.pthread_sigmask(signal.SIG_BLOCK, both)  # of the threads that follow, too
 Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
@@ -229,9 +229,10 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
         raise SystemExit
 
     monkeypatch.setattr(watchdog, "exit_now", end)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda all_threads: None)
     rank: Any = Mock(timeout_s=30, poll_s=0.5, answers=7, where="rank 2 on b, case 'x', step")
-    rank.job.local_rank = 0
+    rank.reports_lost_store = True
     looks: list[int] = []
 
     def wait(seconds: float) -> bool:
@@ -247,9 +248,26 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
     ((status, reason), more) = ended[0]
     assert (status, more) == (3, {"prints": True})
     assert reason == (
-        f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store has not "
-        "answered for 41 s; rank 2 on b, case 'x', step"
+        f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store, served by "
+        "torchrun's agent, has not answered for 41 s; rank 2 on b, case 'x', step"
     )
     rank.stopped.wait = lambda seconds: True  # the run is over
     Watchdog._check_store(rank)
     assert len(ended) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rank_0_serves", "speakers"),
+    [
+        ([0, 0, 1, 1], False, [0, 0, 2, 2]),  # torchrun serves the store
+        ([0, 0, 1, 1], True, [1, 1, 2, 2]),
+        ([0, 1, 0, 1], True, [2, 1, 2, 1]),  # ranks are dealt out to nodes one by one
+        ([0, 1], True, [None, 1]),
+    ],
+)
+def test_the_rank_that_serves_the_store_does_not_report_that_it_is_lost(
+    nodes: list[int], rank_0_serves: bool, speakers: list[int | None]
+) -> None:
+    """A stopped rank 0 could not report anything."""
+    found = [watchdog.speaker_of(nodes, rank, rank_0_serves) for rank in range(len(nodes))]
+    assert found == speakers

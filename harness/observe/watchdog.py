@@ -1,4 +1,4 @@
-"""Hang detection, failed cases, and an orderly end on a signal. Examples: docs/reliability.md.
+"""Hang detection, aborts of failed cases, and an orderly end on a signal: docs/reliability.md.
 
 Each rank writes its current activity (its phase) to the store, between timed blocks and never
 inside one. A thread of each rank polls the store, twice a second in a small job, for two events:
@@ -10,6 +10,7 @@ inside one. A thread of each rank polls the store, twice a second in a small job
   would wait forever in a collective that the failed rank has left.
 """
 
+import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,9 +31,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.groups import Group, Job, abort_group, lost_peer
+from common.groups import Group, abort_group, lost_peer
+from harness.benchmark import Benchmark, Observer
 from harness.cli import HANG, exit_now, write, write_error_file
-from harness.report import Report
+from harness.environment import node_of_each
 
 STORE_CHECK_S = 1.0  # interval between checks whether the store answers
 STORE_LOST_S = 10.0  # a store that is silent for --timeout, two polls and this long is lost
@@ -48,12 +51,21 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 State = dict[str, Any]  # of a rank: its current phase and its answer to a roll call
 
 
-class Watchdog:
-    """The hang detection of this rank. Create it once all ranks have joined, and call `stop` before
-    the process leaves the job."""
+class Watchdog(Observer):
+    """The hang detection of this rank."""
 
-    def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
-        self.job, self.timeout_s, self.report = job, timeout_s, report
+    @classmethod
+    def before_join(cls, args: argparse.Namespace) -> dict[str, Any]:
+        restart_exit_timer(args.timeout)
+        return {}
+
+    def __init__(self, bench: Benchmark) -> None:
+        super().__init__(bench)
+        job = self.job = bench.job
+        self.timeout_s: float = bench.args.timeout
+        self.report = bench.report
+        nodes = node_of_each(bench.report.environment)
+        self.reports_lost_store = job.rank == speaker_of(nodes, job.rank, rank_0_serves_store())
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
         # for the polling thread, which must not block while the main thread waits for a key
         self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
@@ -66,14 +78,14 @@ class Watchdog:
         self.launcher = launcher_of(os.getpid())
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
-        self.begin("start")
-        self.phase("setup")
+        self.begin("start", member=True)
+        self.phase("setup", ahead=1)
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
         threading.Thread(target=self._check_store, name="listener", daemon=True).start()
         self._end_on_signals()
 
-    def begin(self, label: str, member: bool = True) -> None:
+    def begin(self, label: str, member: bool) -> None:
         """Start a new case, which its first phase announces. A rank that is not a member waits, and
         never counts as behind the ranks of the case."""
         self.label = label
@@ -83,8 +95,13 @@ class Watchdog:
         self.case += 1
         self.order = 0 if member else -1  # so that ranks outside the case stay in phase number 0
 
-    def phase(self, what: str, ahead: int = 1) -> None:
-        """Announce the next activity in the store. `Benchmark.phase` describes `ahead`."""
+    def opened(self, group: Group | None) -> None:
+        self.group = group  # None before it is closed: two threads must not abort the same group
+
+    def phase(self, what: str, ahead: int) -> None:
+        """Announce the next activity in the store."""
+        if not what:
+            return
         self.order += ahead
         rank, host = self.job.rank, socket.gethostname()
         self.where = f"rank {rank} on {host}, case '{self.label}', {what}"
@@ -97,22 +114,11 @@ class Watchdog:
         restart_exit_timer(self.timeout_s)
         self.answers += 1
 
-    def fail(self, reason: str) -> None:
-        """Report that the case failed on this rank. Only the first reason is kept: errors on other
-        ranks follow from it."""
+    def failed(self, reason: str) -> None:
+        """Let the other ranks of the case abort its groups at their next poll."""
         with lost_peer():
-            failure = json.dumps([reason, self.job.rank])
-            self.store.compare_set(f"failed/{self.case}", "", failure)
+            self.store.set(f"failed/{self.case}", "")
             self.store.add("changes", 1)
-
-    def failure(self) -> tuple[str | None, int | None]:
-        """Return the reason for which the case failed and the rank; (None, None) if it did not."""
-        key = f"failed/{self.case}"
-        with lost_peer():
-            if not self.store.check([key]):
-                return None, None
-            reason, rank = json.loads(self.store.get(key))
-            return reason, rank
 
     def stop(self) -> None:
         """End the polling and the timer of last resort."""
@@ -153,9 +159,12 @@ class Watchdog:
             before = self.answers
             if silent_s >= self.timeout_s + 2 * self.poll_s + STORE_LOST_S:
                 faulthandler.dump_traceback(all_threads=True)
-                reason = f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous "
-                reason += f"store has not answered for {silent_s:g} s; {self.where}"
-                exit_now(HANG, reason, prints=self.job.local_rank == 0)
+                server = "rank 0" if rank_0_serves_store() else "torchrun's agent"
+                reason = (
+                    f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store, "
+                    f"served by {server}, has not answered for {silent_s:g} s; {self.where}"
+                )
+                exit_now(HANG, reason, prints=self.reports_lost_store)
 
     def _abort_failed(self, changed: bool) -> None:
         """Abort the groups of a case that has failed, and at later polls those created since."""
@@ -252,6 +261,19 @@ class Watchdog:
             exit_now(128 + number, line, prints=self.job.rank == 0)
 
         threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def rank_0_serves_store() -> bool:
+    """Whether rank 0 serves the store of the rendezvous. Otherwise torchrun's agent does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def speaker_of(nodes: Sequence[int], rank: int, rank_0_serves: bool) -> int | None:
+    """Return the rank on the node of `rank` that reports that the store does not answer: the first
+    one that can lose it. Rank 0 cannot if it serves the store itself: then it is the one that has
+    stopped. None if there is no such rank. nodes: the node of each rank."""
+    others = [r for r, node in enumerate(nodes) if node == nodes[rank] and (r or not rank_0_serves)]
+    return min(others, default=None)
 
 
 def restart_exit_timer(timeout_s: float) -> None:
