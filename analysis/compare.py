@@ -7,15 +7,17 @@
 # ///
 """Is TEST slower than BASE, faster, or the same? Or are these reports insufficient to decide?
 
-A run is the unit of observation. The time of an iteration is the maximum over ranks. The time of a
-run is the geometric mean over rounds of block medians, or the median over iterations if the report
-has no rounds. BASE and TEST are geometric means over runs, and the ratio is TEST / BASE. Its 95%
-confidence interval is computed by Student's t on the logarithms of the times of runs. Verdicts:
+A run is the unit of observation, or a session if a side has 6 of them: runs of one host with gaps
+below an hour. One session, such as tonight's run, is judged by the scatter of the others. The time
+of an iteration is the maximum over ranks. The time of a run is the geometric mean over rounds of
+block medians, or the median over iterations if the report has no rounds. BASE and TEST are
+geometric means over runs or sessions, and the ratio is TEST / BASE. Its 95% confidence interval is
+computed by Student's t on the logarithms of these times. Verdicts:
 
     slower, faster  the interval excludes 1, also at a false discovery rate of 5% over all cases,
                     and the ratio is beyond --margin
     same            the interval lies within --margin
-    undecided       none of these, or fewer than two runs per side are evidence
+    undecided       none of these, or fewer than two runs per side (or one beside 6 sessions) count
     failed          the case failed in at least half of TEST's runs
 
 Interrupted runs, copies of a run, and runs during which other processes used more than a tenth of
@@ -50,6 +52,7 @@ from analysis.runs import as_json
 from analysis.runs.load import ENDINGS, Run, find, load
 from analysis.runs.verdicts import (
     MAX_RUNS,
+    ONE_SESSION,
     WIDEST,
     Comparison,
     Design,
@@ -201,7 +204,7 @@ def heading(comparison: Comparison) -> str:
     if design.paired:
         how = "unit of observation: the pair of runs"
     elif m + n > 2:
-        how = "unit of observation: the run"
+        how = f"unit of observation: the {comparison.unit}"
     else:
         how = "one run per side"
     if design.interleaved:
@@ -214,12 +217,13 @@ def estimator(comparison: Comparison) -> str:
     """How the times in the table were computed. Their quotient is the ratio."""
     kinds = join_distinct(kind for case in comparison.cases for kind in case.times_are)
     of_a_run = kinds.replace(", ", " or ") or "none"
-    return f"BASE and TEST: geometric means over runs; time of a run: {of_a_run}"
+    units = "sessions" if comparison.unit == "session" else "runs"
+    return f"BASE and TEST: geometric means over {units}; time of a run: {of_a_run}"
 
 
 def cells(result: Result) -> list[str]:
     """A row of the table."""
-    base, test = show_mean(result.base_s), show_mean(result.test_s)
+    base, test = show_mean(result.base_units_s), show_mean(result.test_units_s)
     if not result.key:  # a mean over different cases has no meaningful time
         base, test = "", ""
     ratio, ends = show_ratio(result.ratio), show_ends(result)
@@ -227,16 +231,18 @@ def cells(result: Result) -> list[str]:
 
 
 def show_ends(result: Result) -> str:
-    """`0.9686 to 1.037`; `no interval` if the interval is too wide to be informative."""
+    """`0.9686 to 1.037`; in brackets if the runs are not sufficient evidence; `no interval` if it
+    is too wide to be informative."""
     if result.interval is None:
         return "-"
     if not result.is_informative:
         return "no interval"
-    return " to ".join(map(significant, result.interval))
+    ends = " to ".join(map(significant, result.interval))
+    return ends if result.enough or result.verdict != "undecided" else f"({ends})"
 
 
 def show_mean(times_s: Sequence[float]) -> str:
-    """The geometric mean of the runs' times."""
+    """The geometric mean of the times of runs or sessions."""
     mean = geometric_mean(times_s)
     return "-" if mean is None else show_time(mean)
 
@@ -275,6 +281,7 @@ def lines_below(comparison: Comparison) -> list[str]:
         in_pairs = "" if comparison.design.paired else ", or in pairs with ab.py"
         remedy = f"measure on an idle machine{in_pairs}"
         lines.append(f"{remedy}; --allow-disturbed keeps disturbed runs")
+    lines += list(dict.fromkeys(case.scatter for case in cases if case.scatter))[:2]
     return lines + runs_that_decide(comparison)
 
 
@@ -287,13 +294,14 @@ def runs_that_decide(comparison: Comparison) -> list[str]:
     """
     wide = [c for c in comparison.cases if c.verdict == "undecided" and c.enough and c.interval]
     margin = f"+-{comparison.design.margin * 100:g}%"
+    units = "sessions" if any(case.unit == "session" for case in wide) else "runs"
     if any(case.runs_needed is None or not case.is_informative for case in wide):
-        more = f"more than {MAX_RUNS} runs per side would be needed for {margin}"
-        return [f"the runs vary too much: {more}; look for the cause, or use --interleave"]
+        more = f"more than {MAX_RUNS} {units} per side would be needed for {margin}"
+        return [f"the {units} vary too much: {more}; look for the cause, or use --interleave"]
     most = max((case.runs_needed or 0 for case in wide), default=0)
-    if most <= len(comparison.base):
+    if most <= max((len(case.base_units_s) for case in wide), default=0):
         return []
-    half = f"{most} runs per side narrow the intervals to {margin} about half of the time"
+    half = f"{most} {units} per side narrow the intervals to {margin} about half of the time"
     nearly_all = f"{3 * most} give one in about 9 of 10 comparisons of equal programs"
     return [f"{half}, and give a verdict less often; {nearly_all}"]
 
@@ -370,7 +378,7 @@ def two_sides(
     allow = args.allow_disturbed
     design = Design(args.margin, paired, args.interleaved, allow_disturbed=allow)
     comparison = compare(base, test, design)
-    if not paired:
+    if not paired and not all(ONE_SESSION in case.caveats for case in comparison.cases):
         comparison.warnings.extend(warning_of_order(base, test))
     return comparison
 

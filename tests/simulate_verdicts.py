@@ -1,6 +1,7 @@
 """Simulate the error rates of compare.py and ab.py.
 
     python tests/simulate_verdicts.py            the table of docs/compare.md, some minutes
+    python tests/simulate_verdicts.py nights     a stored baseline: 14 nights against one
     python tests/simulate_verdicts.py load       that of docs/measuring.md, under load
     python tests/simulate_verdicts.py load 7     the same, with runs that differ by 7%
 
@@ -8,13 +9,18 @@ The times of runs are simulated, and are given to the functions that the scripts
 of a run's time is the level of the machine plus noise of 3%. A drifting level has a standard
 deviation of 3% as well, and an autocorrelation of 0.8 from run to run.
 
+A baseline has one run in each of 14 nights, which differ by 3%; runs of a night differ by 0.3%. The
+level of a night is that of all cases, or each case has its own.
+
 Under load, a run of one second takes 1 + s times as long if other processes use the share s of the
 cores during the run. Runs differ by 1% unless a number is given, and the load is known to 1% of the
 cores.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +30,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.ab import lost_pairs, order_of
+from analysis.compare import outcome_of
 from analysis.runs.load import Row, Run
 from analysis.runs.verdicts import Comparison, Design, Result, compare, judge_all
 
@@ -119,6 +126,66 @@ CASES: dict[str, Callable[[Rng], float]] = {
     "the runs needed for the interval decide | none": lambda rng: decides(rng, 1),
     "three times as many runs, as recommended, decide | 9 of 10": lambda rng: decides(rng, 3),
 }
+
+
+# -- a stored baseline -----------------------------------------------------------------------------
+
+NIGHTS, WITHIN = 14, 0.003
+
+
+def run_at(start: datetime | None, times_s: Sequence[float], name: str) -> Run:
+    """A run with one case for each time. start: None for a log."""
+    run = Run("work", {"hosts": ["vm"]}, name, started_at=start.isoformat() if start else "")
+    run.status, run.label, run.loads = "complete", name, [(0.0, 2)]
+    for number, time_s in enumerate(times_s):
+        row = Row(key={"n": number}, name=f"x{number}", ranks=[0], measure="step", time_s=time_s)
+        row.times_s = [time_s]
+        run.rows[f'{{"n": {number}}}'] = row
+    return run
+
+
+def against_nights(
+    rng: Rng, runs: int, cases: int = 1, change: float = 0, is_log: bool = False, own: bool = True
+) -> Comparison:
+    """14 nights against `runs` runs of one night, in which the first case takes 1 + change times as
+    long. own: each case has its own level in a night, instead of one for all."""
+    sides: list[list[Run]] = [[], []]
+    for night in range(NIGHTS + 1):
+        side = sides[night == NIGHTS]
+        levels = NOISE * rng.normal(size=cases) if own else NOISE * rng.normal() * np.ones(cases)
+        levels[0] += np.log1p(change) * (night == NIGHTS)
+        for number in range(runs if night == NIGHTS else 1):
+            start = datetime(2026, 1, 1, 3, 5 * number, tzinfo=UTC) + timedelta(days=night)
+            logs = levels + WITHIN * rng.normal(size=cases)
+            name = f"{night}-{number}"
+            side.append(run_at(None if is_log else start, np.exp(logs).tolist(), name))
+    return compare(sides[0], sides[1], Design())
+
+
+def fails(comparison: Comparison) -> bool:
+    """Whether the gate of `--fail-on slower,faster` fails."""
+    return outcome_of(comparison, ["slower", "faster"])[0] == "failed"
+
+
+def show_nights(count: int = 1000) -> None:
+    """Print the table of docs/compare.md."""
+    print("| runs tonight | cases | gates that fail: no change | one case 5% | 10% | 20% slower |")
+    print("|---|---|---|---|---|---|")
+    for runs, cases, own in product((1, 2, 3), (1, 25), (True, False)):
+        if own or cases > 1:
+            rng = np.random.default_rng(0)
+            shares = [
+                np.mean(
+                    [
+                        fails(against_nights(rng, runs, cases, change, False, own))
+                        for _ in range(count if change == 0 else count // 4)
+                    ]
+                )
+                for change in (0, 0.05, 0.1, 0.2)
+            ]
+            level = "" if own else ", which share the level of the night"
+            cells = " | ".join(f"{share:.1%}" for share in shares)
+            print(f"| {runs} | {cases}{level} | {cells} |", flush=True)
 
 
 # -- under load ------------------------------------------------------------------------------------
@@ -238,5 +305,7 @@ def share(name: str, count: int) -> float:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
         show_under_load(float(sys.argv[2]) / 100 if sys.argv[2:] else SCATTER)
+    if sys.argv[1:2] == ["nights"]:
+        show_nights()
     for name in CASES if not sys.argv[1:] else ():
         print(f"| {name} | {share(name, 1000):.1%} |", flush=True)

@@ -338,7 +338,9 @@ def points_of(comparison: Comparison, case: Result) -> tuple[list[Point], list[P
         rows = [run.rows.get(form) for run in same]
         times = {i: row.time_s for i, row in enumerate(rows) if is_timed(row)}
         sides.append((same, times | dict(zip(shown, shown_s, strict=False))))
-    mean = geometric_mean(case.base_s or [*sides[0][1].values()] or [*sides[1][1].values()]) or 1
+    mean = (
+        geometric_mean(case.base_units_s or [*sides[0][1].values()] or [*sides[1][1].values()]) or 1
+    )
     points = []
     for (runs, times), whys in zip(sides, (case.base_why, case.test_why), strict=True):
         points.append(

@@ -39,7 +39,7 @@ def pair_of(comparison: Comparison, notes: Sequence[str], base: str, test: str) 
     return {
         "base": base,
         "test": test,
-        "design": design_of(comparison.design),
+        "design": design_of(comparison.design) | {"unit": comparison.unit},
         "cases": cases,
         # a mean over different cases has no meaningful time
         "mean": row_of(mean) | {"base_s": None, "test_s": None} if mean else None,
@@ -53,7 +53,6 @@ def pair_of(comparison: Comparison, notes: Sequence[str], base: str, test: str) 
 def design_of(design: Design) -> dict[str, Any]:
     """How the sides are compared."""
     return {
-        "unit": "pair" if design.paired else "run",
         "interleaved": design.interleaved,
         "margin": design.margin,
         "confidence": 1 - ALPHA,
@@ -72,12 +71,16 @@ def row_of(case: Result) -> dict[str, Any]:
         "verdict": case.verdict,
         "caveats": case.caveats,
         "reason": case.reason,
-        "base_s": geometric_mean(case.base_s),
-        "test_s": geometric_mean(case.test_s),
+        "base_s": geometric_mean(case.base_units_s),
+        "test_s": geometric_mean(case.test_units_s),
         "ratio": case.ratio,
         "interval": case.interval if case.is_informative else None,
         "p": case.p,
         "smallest_change": case.smallest_change,
+        # number of sessions per side, if they are the units of observation
+        "sessions": [len(case.base_sessions), len(case.test_sessions)]
+        if case.base_sessions
+        else None,
         "runs_needed": case.runs_needed,
     }
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
 from analysis.runs.load import Run
 from analysis.show import join_distinct
 
@@ -88,13 +86,11 @@ def fields_of(run: Run) -> dict[str, Any]:
 def differences(base: Sequence[Run], test: Sequence[Run]) -> list[Difference]:
     """The fields of the environment whose values differ between the sides, hardware first."""
     environments = [describe_environment(run) for run in (*base, *test)]
-    table = pd.DataFrame(environments).fillna("unset")
     differing = []
-    for name in table:
-        of_base, of_test = table[name][: len(base)], table[name][len(base) :]
-        base_values = of_base.unique().tolist()
-        test_values = of_test.unique().tolist()
-        if set(base_values) != set(test_values):
+    for name in dict.fromkeys(name for environment in environments for name in environment):
+        values = [environment.get(name, "unset") for environment in environments]
+        of_base, of_test = dict.fromkeys(values[: len(base)]), dict.fromkeys(values[len(base) :])
+        if of_base.keys() != of_test.keys():
             is_hardware = name in HARDWARE or name.startswith("GPU ")
-            differing.append(Difference(name, base_values, test_values, is_hardware))
+            differing.append(Difference(name, list(of_base), list(of_test), is_hardware))
     return sorted(differing, key=lambda difference: not difference.hardware)

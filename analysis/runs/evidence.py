@@ -138,10 +138,9 @@ def why_no_time(row: Row | None) -> str:
 def why_incomplete(run: Run) -> str:
     """Why no case of a run is evidence; "" if the run completed. A failed case makes the whole run
     fail, but its other cases remain evidence."""
-    has_failed_case = any(row.failed for row in run.rows.values())
-    if run.status == "complete" or (run.status == "failed" and has_failed_case):
-        return ""
-    return "the run failed" if run.status == "failed" else "interrupted"
+    if run.status == "failed":
+        return "" if any(row.failed for row in run.rows.values()) else "the run failed"
+    return "" if run.status == "complete" else "interrupted"
 
 
 def identity(run: Run, row: Row | None) -> Hashable:

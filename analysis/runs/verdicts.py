@@ -1,19 +1,18 @@
 """Compare the runs of a base with those of a test, case by case: ratio, interval, verdict.
 
-A run is the unit of observation: only its time counts, on a log scale. The iterations within a run
-do not show how much two runs of the same program differ. docs/compare.md states the formulas.
+A run is the unit of observation, or a session of runs: only its time counts, on a log scale. The
+iterations within a run do not show how much two runs of the same program differ. docs/compare.md
+states the formulas.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import exp, log, log1p, sqrt
-from statistics import fmean
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from analysis.runs.differences import Difference, differences, resumed_text
 from analysis.runs.evidence import (
@@ -28,6 +27,7 @@ from analysis.runs.evidence import (
     why_no_time,
 )
 from analysis.runs.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
+from analysis.runs.sessions import ENOUGH, Groups, sessions_of
 from analysis.show import is_number, join_distinct
 from harness.cli import cut
 
@@ -44,6 +44,7 @@ MIN_FOR_OUTLIERS = 5  # outliers are reported on a side with at least this numbe
 # than this factor
 OUTLIER_SIGMAS = 5.0
 OUTLIER_FACTOR = 1.2
+ONE_SESSION = "one session"  # a side that is one observation
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ class Result:
     test_runs: list[int] = field(default_factory=list)
     base_s: list[float] = field(default_factory=list)
     test_s: list[float] = field(default_factory=list)
+    # the sessions, as indices into base_s and test_s, if they are the units of observation
+    base_sessions: Groups = field(default_factory=list)
+    test_sessions: Groups = field(default_factory=list)
+    scatter: str = ""  # a line about the scatter between sessions
     enough: bool = True  # whether there are enough runs for a verdict
     disturbed: bool = False  # whether too few runs count, and only because of the load
     left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> reason
@@ -94,6 +99,20 @@ class Result:
     runs_needed: int | None = None  # runs per side that narrow the interval to about +-margin
     # the smallest change, as a fraction, that this number of runs detects in 9 of 10 comparisons
     smallest_change: float | None = None
+
+    @property
+    def base_units_s(self) -> list[float]:
+        """The times of the units of observation of BASE: of its runs, or of its sessions."""
+        return means_of_groups(self.base_s, self.base_sessions)
+
+    @property
+    def test_units_s(self) -> list[float]:
+        return means_of_groups(self.test_s, self.test_sessions)
+
+    @property
+    def unit(self) -> str:
+        """The unit of observation, unless runs are compared in pairs."""
+        return "session" if self.base_sessions else "run"
 
     @property
     def pair_ratios(self) -> list[float]:
@@ -125,6 +144,13 @@ class Comparison:
     def left_out(self) -> dict[str, str]:
         """Runs, or pairs, that are not evidence for any case -> reason; see Evidence.left_out."""
         return {label: why for case in self.cases for label, why in case.left_out.items()}
+
+    @property
+    def unit(self) -> str:
+        """The unit of observation: a pair, or a session if it is that of any case, or a run."""
+        if self.design.paired:
+            return "pair"
+        return "session" if any(case.unit == "session" for case in self.cases) else "run"
 
     def runs_of(self, benchmark: str) -> tuple[list[Run], list[Run]]:
         """The runs of a benchmark in BASE and in TEST. Results refer to them by position."""
@@ -301,6 +327,8 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
         result.reason = f"the runs have different measures: {', '.join(measures)}"
         return result
     result.left_out, result.caveats = found.left_out, found.caveats
+    if not design.paired:
+        choose_sessions(result, found, base, test)
     choose_runs(result, found, design)
     if not result.base_runs or not result.test_runs:
         return result
@@ -327,12 +355,61 @@ def rounding_of(rows: Sequence[Row]) -> float:
     return min((share / 2 if is_number(share) else 0.0 for share in shares), default=0.0)
 
 
+def choose_sessions(result: Result, found: Evidence, base: Side, test: Side) -> None:
+    """Make the session the unit of observation if a side has ENOUGH of them.
+
+    If starts are unknown, the runs of a side with fewer than ENOUGH are one observation beside a
+    side with ENOUGH.
+    """
+    if not found.base or not found.test:
+        return
+    found_sessions = sessions_of(base, found.base), sessions_of(test, found.test)
+    is_known = all(known for _, known in found_sessions)
+    names, runs = ("BASE", "TEST"), (len(found.base), len(found.test))
+    counts = [len(groups) for groups, _ in found_sessions]
+    if max(counts) < ENOUGH:
+        if sum(runs) > 2:
+            result.scatter = scatter_line(counts, is_known)
+        return
+    sides: list[Groups] = []
+    for (groups, known), count in zip(found_sessions, runs, strict=True):
+        sides.append(groups if known or len(groups) >= ENOUGH else [[*range(count)]])
+    alone = [name for name, side in zip(names, sides, strict=True) if len(side) == 1]
+    if not alone and (len(sides[0]), len(sides[1])) == runs:
+        return  # each session is a run
+    result.base_sessions, result.test_sessions = sides
+    if not alone:
+        return
+    result.caveats = [ONE_SESSION, *result.caveats]
+    i = names.index(alone[0])
+    run = f"{runs[i]} run{'s' * (runs[i] > 1)}"
+    of_other = f"the {len(sides[1 - i])} sessions of {names[1 - i]}"
+    result.scatter = f"{alone[0]}, {run} of one session, is judged by the scatter of {of_other}"
+    if not is_known:
+        result.scatter = (
+            f"{alone[0]}, {run}, counts as one session, and each run of {names[1 - i]} as another, "
+            "because the starts of the runs are unknown: this is correct if the runs of "
+            f"{names[1 - i]} were made at different times"
+        )
+
+
+def scatter_line(counts: Sequence[int], is_known: bool) -> str:
+    """The line below a comparison of two sides with too few sessions. counts: of BASE and TEST."""
+    if is_known:
+        have = f"BASE is {counts[0]} session{'s' * (counts[0] > 1)}, and TEST {counts[1]}"
+        have += " (runs of one host less than an hour apart)"
+    else:
+        have = "the starts of the runs are unknown, and both sides have few runs"
+    need = f"this requires {ENOUGH} sessions of BASE, at different times"
+    return f"{have}: the intervals do not include the scatter between sessions; {need}"
+
+
 def choose_runs(result: Result, found: Evidence, design: Design) -> None:
     """Choose the runs whose times are shown: those that are evidence for a verdict or, if these are
     too few, also those that are left out only because of the load."""
     result.base_runs, result.test_runs = found.base, found.test
     counts = len(found.base), len(found.test)
-    if min(counts) >= design.runs:
+    if result.base_sessions or min(counts) >= design.runs:
         return
     result.enough = False
     result.disturbed = min(len(found.base_timed), len(found.test_timed)) >= design.runs
@@ -368,6 +445,7 @@ def mean_of(cases: Sequence[Result]) -> Result | None:
     mean = Result(full[0].benchmark, {}, f"geometric mean of {len(full)} cases")
     mean.base_s = geometric_means([case.base_s for case in full])
     mean.test_s = geometric_means([case.test_s for case in full])
+    mean.base_sessions, mean.test_sessions = full[0].base_sessions, full[0].test_sessions
     mean.enough = all(case.enough for case in full)
     mean.disturbed = not mean.enough and all(case.enough or case.disturbed for case in full)
     mean.caveats = full[0].caveats
@@ -377,6 +455,14 @@ def mean_of(cases: Sequence[Result]) -> Result | None:
 def geometric_mean(times_s: Sequence[float]) -> float | None:
     """The geometric mean of the times of runs; None without any."""
     return exp(fmean(map(log, times_s))) if times_s else None
+
+
+def means_of_groups(times_s: Sequence[float], groups: Groups) -> list[float]:
+    """The geometric mean of the times in each group; the times themselves without groups."""
+    if not groups:
+        return list(times_s)
+    logs = np.log(times_s)
+    return [float(np.exp(logs[group].mean())) for group in groups]
 
 
 def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -396,46 +482,71 @@ def judge_all(cases: Sequence[Result], design: Design) -> None:
     compared = [case for case in cases if case.base_s and case.test_s]
     for case in compared:
         estimate(case, design)
-    p_values = [case.p for case in compared if case.p is not None and case.enough]
-    adjusted = iter(stats.false_discovery_control(p_values) if p_values else [])
+    counted = [case for case in compared if case.p is not None and case.enough]
+    p_values = adjusted([case.p or 0.0 for case in counted])
+    found = {id(c) for c, p in zip(counted, p_values, strict=True) if p <= ALPHA}
     for case in compared:
-        is_counted = case.p is not None and case.enough
-        is_discovery = is_counted and next(adjusted) <= ALPHA
-        case.verdict, why = judge(case, is_discovery, design.margin)
+        case.verdict, why = judge(case, id(case) in found, design.margin)
         case.reason = "; ".join(filter(None, [why, case.reason]))
+
+
+def adjusted(p_values: Sequence[float]) -> list[float]:
+    """The p-values of Benjamini and Hochberg: of the i-th smallest of n, the minimum of p n / i
+    over it and all larger ones."""
+    n, least = len(p_values), 1.0
+    found = [1.0] * n
+    for place, i in enumerate(sorted(range(n), key=lambda i: -p_values[i])):
+        least = min(least, p_values[i] * n / (n - place))
+        found[i] = least
+    return found
 
 
 def estimate(case: Result, design: Design) -> None:
     """Set ratio, interval, p, runs_needed and smallest_change, by Student's t on logarithms.
 
-    In a paired design, the unit is the ratio of a pair. Otherwise it is a run, and Welch's t-test
-    is used (Biometrika 34, 1947). If a side has only one run, its scatter is assumed to be that of
-    the other side.
+    In a paired design, the unit is the ratio of a pair. Otherwise it is a run or a session, and
+    Welch's t-test is used (Biometrika 34, 1947). If a side has only one unit, its scatter is
+    assumed to be that of the other side: the interval is then a prediction interval.
     """
-    base, test = np.log(case.base_s), np.log(case.test_s)
-    ratios = test - base if design.paired else np.array([])
-    log_ratio = test.mean() - base.mean()
+    from scipy.special import stdtr  # not above, because it takes longer than to print --help
+
+    base, test = np.log(case.base_units_s), np.log(case.test_units_s)
+    log_ratio = float(test.mean() - base.mean())
     case.ratio = finite_exp(log_ratio)
-    units = len(ratios) if design.paired else len(base) + len(test) - 1
-    if units < 2:
+    m, n = len(base), len(test)
+    if (n if design.paired else m + n - 1) < 2:
         return
-    with warnings.catch_warnings():  # runs without any scatter are fine
-        warnings.simplefilter("ignore", RuntimeWarning)
-        if design.paired:
-            weight = 1 / len(ratios)  # variance of the log ratio if runs have unit variance
-            result = stats.ttest_1samp(ratios, 0)
+    # weight: the variance of the log ratio if units have unit variance
+    if design.paired:
+        weight, freedom = 1 / n, n - 1.0
+        error = float(np.std(test - base, ddof=1)) * sqrt(weight)
+    else:
+        weight = 1 / m + 1 / n
+        squares = [float(np.sum((x - x.mean()) ** 2)) for x in (base, test)]
+        if min(m, n) == 1:
+            freedom = m + n - 2.0
+            error = sqrt(sum(squares) / freedom * weight)
         else:
-            weight = 1 / len(base) + 1 / len(test)
-            is_one_alone = min(len(base), len(test)) == 1
-            result = stats.ttest_ind(test, base, equal_var=is_one_alone)
-        low, high = result.confidence_interval(1 - ALPHA)
+            of_base, of_test = squares[0] / (m - 1) / m, squares[1] / (n - 1) / n
+            error = sqrt(of_base + of_test)
+            each = of_base**2 / (m - 1) + of_test**2 / (n - 1)
+            freedom = error**4 / each if each else 1.0  # without any scatter, it does not matter
+    t = quantile(freedom)
     certain = (1 - case.rounding[0]) * (1 - case.rounding[1])
-    case.interval = finite_exp(low) * certain, finite_exp(high) / certain
-    case.p = 1.0 if log_ratio == 0 else float(result.pvalue)
-    t = stats.t.ppf(1 - ALPHA / 2, result.df)
-    error = (high - low) / 2 / t
-    case.smallest_change = finite_exp(error * detectable_errors(t, result.df)) - 1
+    low, high = finite_exp(log_ratio - t * error), finite_exp(log_ratio + t * error)
+    case.interval = low * certain, high / certain
+    case.p = 1.0 if log_ratio == 0 else 0.0
+    if error and log_ratio:
+        case.p = float(2 * stdtr(freedom, -abs(log_ratio) / error))
+    case.smallest_change = finite_exp(error * detectable_errors(t, freedom)) - 1
     case.runs_needed = runs_needed(error / sqrt(weight), design)
+
+
+def quantile(freedom: Any) -> Any:
+    """Student's t of an interval with a confidence of 1 - ALPHA."""
+    from scipy.special import stdtrit
+
+    return stdtrit(freedom, 1 - ALPHA / 2)
 
 
 def finite_exp(log_ratio: float) -> float:
@@ -453,7 +564,7 @@ def detectable_errors(t: float, freedom: float) -> float:
     c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), where z is the quantile of the normal
     distribution at POWER. This is a quadratic equation in c.
     """
-    z2 = stats.norm.ppf(POWER) ** 2
+    z2 = NormalDist().inv_cdf(POWER) ** 2
     a = 1 - z2 / (2 * freedom)
     b = z2 * (1 + t**2 / (2 * freedom)) - t**2
     return float((t + sqrt(t**2 + a * b)) / a)
@@ -466,7 +577,7 @@ def runs_needed(scatter: float, design: Design) -> int | None:
     """
     sides = 1 if design.paired else 2
     runs = np.arange(2, MAX_RUNS + 1)
-    t = stats.t.ppf(1 - ALPHA / 2, sides * (runs - 1))
+    t = quantile(sides * (runs - 1))
     enough = runs[t * scatter * np.sqrt(sides / runs) <= log1p(design.margin)]
     return int(enough[0]) if len(enough) else None
 
@@ -477,7 +588,8 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
     is_discovery: whether p is significant, taking the number of cases into account.
     """
     if case.ratio is None or case.interval is None:
-        why = "one run per side does not show how much runs vary; measure several, preferably 6"
+        why = "one run per side does not show how much runs vary; measure several, preferably 6, "
+        why += "at different times"
         return "undecided", why
     low, high = case.interval
     if not case.enough:

@@ -19,7 +19,7 @@ from analysis.compare import STATUSES
 from harness.cli import Parser
 from harness.report import load
 from tests.process import ROOT, free_port
-from tests.pure.reports import SIGNALS
+from tests.pure.reports import SIGNALS, case, write
 
 PAGE = (ROOT / "docs" / "compare.md").read_text()
 # The 5th of 6 commits is slow. The 3rd has no verdict; git tries it first, and skips it.
@@ -125,10 +125,10 @@ def test_a_training_loop_can_write_a_report(tmp_path: Path) -> None:
 # A training script for the scratch repository: 12 steps of the time in the file `seconds`, with the
 # noise that the variable NOISE_... lists by run.
 TRAIN = """
-import json, os, sys
+import json, os, re, sys
 seconds = float(open("seconds").read())
 path = sys.argv[-1]
-number = int(os.path.basename(path).partition(".")[0])
+number = int(re.sub(r"\\D", "", os.path.basename(path)) or 0)
 out = os.path.dirname(os.path.dirname(path))
 noise = [float(x) for x in os.environ["NOISE_" + os.path.basename(out)].split(",")]
 is_head = os.path.basename(os.path.dirname(path)) == "b"
@@ -329,20 +329,29 @@ def test_a_command_that_fails_fails_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "status", "verdict"),
-    [("0.1", 0, "pass"), ("0.12", 1, "failed (1 slower)"), ("0.08", 1, "failed (1 faster)")],
+    [
+        ("0.1", 0, "pass"),
+        ("0.12", 1, "failed (1 slower [one session])"),
+        ("0.08", 1, "failed (1 faster [one session])"),
+    ],
 )
 def test_the_stored_baseline(tmp_path: Path, seconds: str, status: int, verdict: str) -> None:
-    make, base, test, compare = block("mkdir -p base test").splitlines()
+    """14 nights that differ by 1% against one: +-2.3%. A night that passes joins the baseline."""
+    make, measure, compare, keep = block("mkdir -p nights").splitlines()
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "seconds").write_text(seconds)
     (tmp_path / "torchrun-bench").symlink_to(ROOT)
     program(tmp_path, "python", PYTHON)
-    variables = {"MEASURE": "python train.py", "NOISE_": QUIET}
-    for script, its_seconds in ((f"{make}; {base}", "0.1"), (test, seconds)):
-        (tmp_path / "seconds").write_text(its_seconds)
-        assert bash(tmp_path, script, tmp_path, **variables) == (0, "")
-    done, printed = bash(tmp_path, compare, tmp_path)
+    assert bash(tmp_path, make, tmp_path) == (0, "")
+    for night in range(14):
+        step = case("step", [0.1 * (1 + 0.01 * (-1) ** night)] * 12, key={"n": 1})
+        about = {"benchmark": "train", "started_at": f"2025-12-{night + 1}T03:00:00+00:00"}
+        write(tmp_path / "nights" / f"{night}.jsonl", step, **about)
+    script = f"{measure}\n{compare}\n{keep}"
+    done, printed = bash(tmp_path, script, tmp_path, MEASURE="python train.py", NOISE_="0")
     assert (done, printed.splitlines()[-1]) == (status, f"# --fail-on slower,faster: {verdict}")
-    assert ": 6 of BASE, 3 of TEST; margin 5%" in printed
+    assert ": 14 of BASE, 1 of TEST; margin 5%; unit of observation: the session" in printed
+    assert (tmp_path / "tonight.jsonl").exists() == (status != 0)
 
 
 def test_the_exit_statuses_of_the_page() -> None:

@@ -9,7 +9,16 @@ import pytest
 from analysis.ab import order_of
 from tests.measure_verdicts import summary, upper_bound
 from tests.process import ROOT
-from tests.simulate_verdicts import by_ab, by_compare, is_called, judged, share, under_load
+from tests.simulate_verdicts import (
+    against_nights,
+    by_ab,
+    by_compare,
+    fails,
+    is_called,
+    judged,
+    share,
+    under_load,
+)
 
 LIMITS = {  # number of simulations, lower and upper limit of the rate
     "the interval contains the true ratio, if TEST varies 3 times as much | 95%": (100, 0.85, 1),
@@ -85,3 +94,14 @@ def test_all_periods_together_are_a_row() -> None:
     assert [[cell.strip() for cell in row] for row in rows] == [
         *(["period:2", "0%", "1"], ["period:10", "0%", "2"], ["all periods", "0%", "3"]),
     ]
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_one_night_against_a_baseline_of_nights(is_log: bool) -> None:
+    """Three runs of a night that differs from others by 3%: as independent runs, more than half of
+    equal programs would be called different."""
+    rng = np.random.default_rng(0)
+    equal = [fails(against_nights(rng, 3, 1, 0, is_log)) for _ in range(100)]
+    slower = [fails(against_nights(rng, 3, 1, 0.2, is_log)) for _ in range(20)]
+    assert np.mean(equal) <= 0.1
+    assert np.mean(slower) >= 0.9
