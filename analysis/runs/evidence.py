@@ -6,11 +6,11 @@ cores. A pair of runs may be disturbed, provided that the load was the same on b
 docs/compare.md explains the rules.
 """
 
-import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+from analysis.runs.duplicates import Side, duplicates
 from analysis.runs.load import Row, Run
 from harness.cli import cut
 
@@ -22,8 +22,6 @@ DISTURBED = "other processes used more than a tenth of the cores"
 UNEQUAL_LOAD = "other processes loaded the two runs of a pair differently"
 OTHER_NODES = "load of other nodes not measured"
 ALLOWED = "disturbed runs allowed"
-
-Side = Sequence[tuple[Run, Row | None]]  # the runs of BASE or TEST, each with its row for a case
 
 
 @dataclass
@@ -60,8 +58,7 @@ def evidence(base: Side, test: Side, paired: bool, allow_disturbed: bool) -> Evi
     whys = []
     for i, (run, row) in enumerate(both):
         why = why_incomplete(run)
-        if i in copies:
-            why = f"a copy of {both[copies[i]][0].label}"
+        why = copies.get(i, why)
         if why:
             found.left_out[run.label] = why
         whys.append(why or why_no_time(row))
@@ -143,31 +140,18 @@ def why_incomplete(run: Run) -> str:
     return "" if run.status == "complete" else "interrupted"
 
 
-def identity(run: Run, row: Row | None) -> Hashable:
-    """A value that is equal for copies of a run: host, start and samples of the case, or the bytes
-    of the report if it has no host or no start."""
-    hosts = run.environment.get("hosts")
-    if not (hosts and run.started_at):
-        return run.digest or id(run)
-    if row is None:
-        return id(run)
-    samples = repr((row.check, row.time_s, list(row.times_s)))
-    return (str(hosts), run.started_at, hashlib.sha256(samples.encode()).hexdigest())
+def copies_of(side: Side) -> dict[int, str]:
+    """The position of each copy -> `a copy of old/1.log`.
 
-
-def copies_of(runs: Side) -> dict[int, int]:
-    """The position of each copy -> the position of the run that it copies.
-
-    That is the first one of the equal runs, or the first one that was not interrupted: a report may
-    have been copied before the run ended.
+    Of equal runs, the first one that was not interrupted counts: a report may have been copied
+    before the run ended.
     """
-    first: dict[Hashable, int] = {}
-    copies = {}
-    for i, (run, row) in sorted(enumerate(runs), key=lambda one: bool(why_incomplete(one[1][0]))):
-        original = first.setdefault(identity(run, row), i)
-        if original != i:
-            copies[i] = original
-    return copies
+    last = [i for i, (run, _) in enumerate(side) if why_incomplete(run)]
+    found = duplicates(side, last)
+    return {
+        i: f"a copy of {cut([side[original][0].label for original in originals], 3)}"
+        for i, originals in found.items()
+    }
 
 
 # -- load ------------------------------------------------------------------------------------------
@@ -208,13 +192,23 @@ def loads_differ(a: Run, b: Run) -> bool:
 
 def unusable(runs: Sequence[Run]) -> dict[str, str]:
     """The runs that are not evidence for any case, whatever the load: label -> reason. They were
-    interrupted, or are copies of other runs."""
+    interrupted, or are copies of other runs; the label names the cases if only some are copies."""
     found = {run.label: why for run in runs if (why := why_incomplete(run))}
+    copied: dict[tuple[str, str], list[str]] = {}  # run, reason -> cases
     for form in dict.fromkeys(form for run in runs for form in run.rows):
         side = [(run, run.rows.get(form)) for run in runs if form in run.rows]
-        for copy, original in copies_of(side).items():
-            found.setdefault(side[copy][0].label, f"a copy of {side[original][0].label}")
+        for copy, why in copies_of(side).items():
+            run, row = side[copy]
+            copied.setdefault((run.label, why), []).append(row.label if row else "")
+    counts = {run.label: len(run.rows) for run in runs}
+    for (label, why), cases in copied.items():
+        found.setdefault(with_cases(label, cases, counts[label]), why)
     return found
+
+
+def with_cases(label: str, cases: Sequence[str], count: int) -> str:
+    """`r2.jsonl`, or `r2.jsonl (no ddp)` if not all cases of a run are meant."""
+    return label if len(cases) >= count else f"{label} ({cut(cases, 3)})"
 
 
 def by_reason(left_out: dict[str, str], most: int = 6) -> list[str]:

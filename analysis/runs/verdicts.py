@@ -25,6 +25,7 @@ from analysis.runs.evidence import (
     is_disturbed,
     is_timed,
     why_no_time,
+    with_cases,
 )
 from analysis.runs.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
 from analysis.runs.sessions import ENOUGH, Groups, sessions_of
@@ -142,8 +143,19 @@ class Comparison:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Runs, or pairs, that are not evidence for any case -> reason; see Evidence.left_out."""
-        return {label: why for case in self.cases for label, why in case.left_out.items()}
+        """Runs, or pairs, that are not evidence -> reason; see Evidence.left_out. The cases are
+        named if a run is a copy for some of its cases only."""
+        cases: dict[tuple[str, str], list[str]] = {}  # by run and reason
+        for case in self.cases:
+            for one in case.left_out.items():
+                cases.setdefault(one, []).append(case.label)
+        counts = {
+            run.label: sum(map(is_timed, run.rows.values())) for run in [*self.base, *self.test]
+        }
+        return {
+            with_cases(label, names, counts[label]) if "a copy of" in why else label: why
+            for (label, why), names in cases.items()
+        }
 
     @property
     def unit(self) -> str:

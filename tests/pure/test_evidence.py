@@ -82,18 +82,6 @@ def test_a_copy_of_the_other_side_has_no_verdict(tmp_path: Path) -> None:
     assert gate(base, str(tmp_path / "b"))[0] == 4
 
 
-def test_without_host_or_start_time_copies_are_found_by_their_bytes(tmp_path: Path) -> None:
-    """Such as logs, and reports of other training loops."""
-    for number, seconds in enumerate((1.0, 1.0, 1.0)):
-        about: dict[str, Any] = {"environment": {"torch": "2"}, "argv": [number]}
-        write(tmp_path / "a" / f"{number}.jsonl", case("x", [seconds]), started_at="t", **about)
-        same: dict[str, Any] = about | {"argv": ["the same"]}
-        write(tmp_path / "b" / f"{number}.jsonl", case("x", [seconds]), started_at="t", **same)
-    status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert status == 4
-    assert "there are 3 of BASE and 1 of TEST" in printed
-
-
 def test_runs_of_the_same_second_with_different_samples_are_two_runs(tmp_path: Path) -> None:
     for side in "ab":
         for number in range(3):

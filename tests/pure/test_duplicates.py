@@ -1,0 +1,134 @@
+"""analysis/runs/duplicates.py: equal samples are one run, whatever the bytes, host or start."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.runs.duplicates import duplicates
+from analysis.runs.load import load
+from tests.process import ROOT
+from tests.pure.reports import case, run, start, write
+
+STEP = ("--step", r"took ([\d.]+)", "--unit", "ms")
+
+
+def log_of(seed: int, level: float, count: int = 50) -> str:
+    """A log of steps with three decimals."""
+    rng = random.Random(seed)
+    times = [level * (1 + rng.gauss(0, 0.01)) for _ in range(count)]
+    return "".join(f"step {i} took {time:.3f} ms\n" for i, time in enumerate(times))
+
+
+FIRST, SECOND = log_of(1, 10.0), log_of(2, 10.2)
+
+
+def with_decimals(text: str, decimals: int) -> str:
+    return re.sub(r"took ([\d.]+)", lambda match: f"took {float(match[1]):.{decimals}f}", text)
+
+
+@pytest.mark.parametrize(
+    ("copy", "left_out"),
+    [
+        ("".join(f"0: {line}\n" for line in FIRST.splitlines()), "a copy of 0.log: 2.log"),
+        (FIRST.replace("\n", "\r\n"), "a copy of 0.log: 2.log"),
+        ("".join(f"[1,0]<stdout>:{line} x\n" for line in FIRST.splitlines()), "0.log: 2.log"),
+        (with_decimals(FIRST, 2), "a copy of 0.log: 2.log"),  # at the coarser resolution
+        (FIRST + SECOND, "a copy of 0.log, 1.log: 2.log"),
+        ("banner\n" + SECOND + FIRST, "a copy of 0.log, 1.log: 2.log"),
+        ("".join(FIRST.splitlines(True)[:40]), "a copy of 0.log: 2.log"),  # before the end
+        (FIRST + log_of(3, 10.0), "a copy of 2.log: 0.log"),  # 0.log is a part of 2.log
+        (log_of(3, 10.0), ""),
+        (FIRST.replace("took 10.", "took 10.1"), ""),
+        ("".join(FIRST.splitlines(True)[::-1]), ""),
+    ],
+)
+def test_a_third_log(
+    tmp_path: Path, copy: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("0", FIRST), ("1", SECOND), ("2", copy), ("x", log_of(8, 10.5))):
+        Path(f"{name}.log").write_bytes(text.encode())
+    Path("y.log").write_text(log_of(9, 10.6))
+    words = ("0.log", "1.log", "2.log", "--test", "x.log", "y.log")
+    found = re.findall("left out: (.*)", run("compare.py", *words, *STEP).stdout)
+    assert (left_out in found[0] and len(found) == 1) if left_out else not found
+
+
+@pytest.mark.parametrize(
+    ("text", "is_copy"),
+    [
+        # n different values: log2(n) bits each, 38.1 bits for 11 and 43.0 for 12
+        ("".join(f"took {10 + i / 8} ms\n" for i in range(11)), False),
+        ("".join(f"took {10 + i / 8} ms\n" for i in range(12)), True),
+        ("took 0.33 ms\n" * 500, False),
+        # every 100th step is longer: 0.029 bits each, so 29 bits
+        (("took 0.33 ms\n" * 99 + "took 0.50 ms\n") * 10, False),
+    ],
+)
+def test_equal_times_that_may_be_chance(tmp_path: Path, text: str, is_copy: bool) -> None:
+    for side in "ab":
+        for number in range(2):
+            (tmp_path / f"{side}{number}.log").write_text(f"{side} {number}\n{text}")
+    words = [f"{tmp_path}/a*", "--test", f"{tmp_path}/b*"]
+    shown = run("compare.py", *words, *STEP).stdout
+    assert ("left out: a copy of" in shown) == is_copy
+    assert ("usable runs per side are needed" in shown) == is_copy
+
+
+RNG = random.Random(5)
+TIMES = [round(RNG.gauss(0.1, 0.001), 9) for _ in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("times", "about"),
+    [
+        (TIMES, {"started_at": "2026-03-01T00:00:00+00:00"}),
+        (TIMES, {"environment": {"hosts": ["another"]}, "started_at": "2026-03-01T00:00:00"}),
+        (TIMES, {"environment": {}, "argv": ["x"]}),
+        ([round(time, 6) for time in TIMES], {"environment": {"hosts": ["another"]}}),
+    ],
+)
+def test_a_report_written_again(tmp_path: Path, times: list[float], about: Any) -> None:
+    write(tmp_path / "1.jsonl", case("x", TIMES))
+    write(tmp_path / "2.jsonl", case("x", times), **{"started_at": start(3)} | about)
+    write(tmp_path / "3.jsonl", case("x", [time * 1.001 for time in TIMES]))
+    loaded = load([str(tmp_path)])
+    side = [(one, next(iter(one.rows.values()))) for one in loaded]
+    (copy,) = duplicates(side)
+    assert Path(loaded[copy].label).stem in "12"
+
+
+def test_only_the_copied_cases_are_left_out(tmp_path: Path) -> None:
+    """A resumed report that has one of three cases in common with the other one."""
+    names = ("x", "y", "z")
+    cases = [case(name, TIMES, metrics={}) for name in names]
+    other = [case(name, [time * 1.01 for time in TIMES], metrics={}) for name in names[1:]]
+    old = write(tmp_path / "old.jsonl", *cases)
+    new = write(tmp_path / "new.jsonl", cases[0], *other)
+    shown = run("compare.py", old, "--test", new).stdout
+    assert f"# warning: left out: a copy of {old}: {new} (x)\n" in shown
+    assert re.search(r"^y .* 1\.01x slower", shown, re.MULTILINE)
+    page = tmp_path / "page.html"
+    assert run("report.py", old, new, "-o", str(page)).returncode == 0
+    assert "Not used in comparisons: a copy of old: new (x)<" in page.read_text()
+
+
+def test_logs_of_nccl_tests_have_one_time_per_case(tmp_path: Path) -> None:
+    """The 14 times of 7 sizes have 73 bits, and those of 3 sizes 37: too little."""
+    text = (ROOT / "tests" / "logs" / "all_reduce_base.log").read_text()
+    (row,) = re.findall(r"^ +1024 .*\n", text, re.MULTILINE)
+    more = [
+        row.replace("1024 ", f"{4 * n} ").replace(" 256 ", f" {n} ").replace("20.", f"{n}.")
+        for n in range(21, 25)
+    ]
+    paths = [tmp_path / name for name in ("1.log", "2.log")]
+    for whole, is_copy in ((text, False), (text.replace(row, "".join([*more, row])), True)):
+        paths[0].write_text(whole)
+        paths[1].write_text("".join(f"0: {line}\n" for line in whole.splitlines()))
+        shown = run("compare.py", str(paths[0]), "--test", str(paths[1])).stdout
+        assert (f"left out: a copy of {paths[0]}: {paths[1]}\n" in shown) == is_copy
+    paths[1].write_text(whole.replace("20.04", "20.05"))
+    assert "left out" not in run("compare.py", str(paths[0]), "--test", str(paths[1])).stdout
