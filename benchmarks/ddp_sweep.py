@@ -358,6 +358,9 @@ class Replica(NamedTuple):
 def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> Replica:
     """Make a replica and train it until DDP has rebuilt its buckets. setting: None without DDP."""
     torch.manual_seed(job.rank)
+    # With a setting, the optimizer may communicate over group.workload, and should average
+    # nothing: DDP does. Without one it must not communicate: in the breakdown a single rank of the
+    # group makes and runs such a replica. Setting the learning rate to 0 must keep the weights.
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     tokens = 0
     if is_own(key["model"]):
@@ -412,17 +415,18 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
             # powersgd cannot be timed alone, see average_alone
             if not others and settings[0].hook != "powersgd":
                 parts["alone"] = average_alone(model, settings[0].hook)
-            one_rank, size = None, key["global_batch"] or key["batch_size"]
+            one_rank: Replica | None = None
+            size = key["global_batch"] or key["batch_size"]
             if dist.get_rank(group.workload) == 0:
-                its_batch = first.batch
-                if key["global_batch"]:
-                    its_batch = make_batch(size, key["image_size"], job.device)
-                one_rank = first.make_step(model.module, its_batch)  # the module inside DDP
-            if group.broadcast(one_rank and fits(one_rank)):  # the first rank decides
-                parts["no ddp"] = one_rank
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    one_rank = make_replica(key | {"batch_size": size}, group, job, None)
+            if group.broadcast(one_rank is not None):  # the first rank decides
+                parts["no ddp"] = one_rank and one_rank.step
             else:
-                why = f"a batch of {size} does not fit into the memory of one rank"
-                bench.print(f"# no efficiency: {why}")
+                bench.print(
+                    f"# efficiency omitted: a batch of {size} and a second replica do not fit into "
+                    "the memory of one rank"
+                )
     return Workload(
         first.step,
         parts,
@@ -515,15 +519,6 @@ def refuse_deadlock(model: nn.Module, setting: Setting, backend: str) -> None:
             f"the powersgd hook hangs over gloo with several buckets, and the gradients take "
             f"{size / 2**20:.3g} MiB; try --bucket-size {size // 2**20 + 1}"
         )
-
-
-def fits(step: Step) -> bool:
-    """Whether the device has enough memory for a step."""
-    try:
-        step()
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def derive(case: Case, times: Times, facts: list[Facts]) -> None:

@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial, wraps
@@ -273,6 +274,31 @@ def drifting_replica() -> None:
         nudge(optimizer.param_groups[0]["params"][0])
 
     patch(STEP, step)
+
+
+@fault
+def optimizer_communicates() -> None:
+    """The optimizer of each DDP replica broadcasts a weight, as ZeroRedundancyOptimizer does."""
+    groups: list[Any] = []  # of a replica whose optimizer has not been made yet
+
+    def wrap(real: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        real(model, *args, **kwargs)
+        groups.append(model.process_group)
+
+    def make(real: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        real(optimizer, *args, **kwargs)
+        optimizer.group = groups.pop() if groups else None
+
+    def step(real: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        real(optimizer, *args, **kwargs)
+        if optimizer.group:
+            weight = optimizer.param_groups[0]["params"][0]
+            dist.broadcast(weight.data, group_src=0, group=optimizer.group)
+
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+    patch("torch.nn.parallel.DistributedDataParallel.__init__", wrap, rank=None)
+    patch("torch.optim.SGD.__init__", make, rank=None)
+    patch("torch.optim.SGD.step", step, rank=None)
 
 
 @fault

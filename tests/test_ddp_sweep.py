@@ -108,7 +108,10 @@ def test_a_model_that_differs_on_one_rank(
 
 @smoke
 def test_strong_scaling(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SMALL, "--global-batch", "8", ranks=2)
+    """The first rank alone trains the global batch, with an optimizer of its own: that of the DDP
+    replica may communicate, and would wait for the other rank."""
+    flags = (*SMALL, "--global-batch", "8", "--timeout", "60")
+    run = bench(SCRIPT, *flags, ranks=2, inject="optimizer-communicates")
     assert run.status == 0, run.err
     assert "\nmobilenet_v3_small, global batch 8 (strong scaling), 32 px, " in run.out
     cases = run.report.cases

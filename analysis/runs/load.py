@@ -41,17 +41,20 @@ LOAD_ENDING = ".load"  # file with the load during a run, next to its report
 SHORTEST_S, LONGEST_S = 1e-12, 1e9  # plausible times of a case
 Value = str | float | Estimate  # an estimated number has an interval
 PYTORCH = "PyTorch's DDP benchmark"
-NOT_IN_PYTORCH = ("world_size", "breakdown")  # fields that only ddp_sweep.py has in its keys
-# The settings of PyTorch's DDP benchmark, as ddp_sweep.py writes them in its keys
+# The settings of PyTorch's DDP benchmark, as ddp_sweep.py writes them in its keys. Fields that only
+# ddp_sweep.py has in its keys are ignored.
 PYTORCH_KEY = {
     "dtype": "default",  # the benchmark sets no precision, so torch's defaults apply
     "device": "cuda",
     "image_size": 224,
     "find_unused_parameters": False,
     "global_batch": None,
+    "accumulate": 1,
     "gradient_as_bucket_view": False,
     "static_graph": False,
 }
+OF_CASES = ("model", "batch_size", "ranks", "ddp", "backend", "bucket_size_mb", "comm_hook")
+IN_PYTORCH = {*PYTORCH_KEY, *OF_CASES}
 
 
 @dataclass(kw_only=True)
@@ -213,7 +216,7 @@ def join_programs(runs: Sequence[Run]) -> None:
                     row.key = key_of_ddp_sweep(row)
             elif run.benchmark == "ddp_sweep":
                 for row in rows:
-                    row.key = without(row.key, NOT_IN_PYTORCH)
+                    row.key = {name: row.key[name] for name in row.key if name in IN_PYTORCH}
         if {nccl_tests.NCCL_TESTS, "collectives"} <= benchmarks and run.benchmark == "collectives":
             run.benchmark = nccl_tests.NCCL_TESTS
             for row in rows:

@@ -249,7 +249,7 @@ def test_pytorchs_ddp_benchmark_is_compared_with_ddp_sweep(tmp_path: Path) -> No
     key |= {"world_size": 2, "ddp": True, "device": "cuda", "backend": "gloo", "breakdown": True}
     key |= {"bucket_size_mb": 25.0, "comm_hook": "none", "global_batch": None}
     key |= {"find_unused_parameters": False, "gradient_as_bucket_view": False}
-    key |= {"static_graph": False}
+    key |= {"static_graph": False, "accumulate": 1, "a later field": True}
     words = ("compare.py", str(old), "--test", str(new))
     write(new, case("1M/2G", key=key | {"dtype": "default"}))
     done = run(*words)
