@@ -44,10 +44,9 @@ from analysis.pages.figures import draw
 from analysis.pages.page import Section, Table, as_page, hide_folders, name_reports
 from analysis.pages.versus import compare_folder, compare_sides, is_folder, read_folder
 from analysis.runs.differences import (
+    CONTENTS,
     describe_environment,
     differences,
-    parts_of,
-    resumed_text,
 )
 from analysis.runs.evidence import by_reason, is_disturbed, load_text, unusable
 from analysis.runs.load import (
@@ -63,6 +62,7 @@ from analysis.runs.load import (
 )
 from common.stats import Estimate, digits_of, median, significant
 from harness.cli import Parser, cut, refuse, refuse_foreign, show_size
+from harness.report import describe_runs
 
 FRACTIONS = (
     *("_rel", "efficiency", "overlap", "mfu", "spread"),
@@ -145,8 +145,7 @@ def environment(runs: Sequence[Run]) -> Section:
     """The environments of the reports. A field has one row for each of its values."""
     columns = []
     for run in runs:
-        commands = [run.argv, *(run.part_entry(part, "argv") or () for part in parts_of(run))]
-        command = show.join_distinct(" ".join(str(word) for word in words) for words in commands)
+        command = " ".join(map(str, run.argv))
         columns.append({"command": command} | describe_environment(run))
     names = dict.fromkeys(name for column in columns for name in column)
     names.pop("topologies", None)  # a page of text per node
@@ -154,6 +153,9 @@ def environment(runs: Sequence[Run]) -> Section:
     differing = 0
     for name in names:
         if name.startswith("variables.TORCHELASTIC_"):  # internal variables of torchrun
+            continue
+        values = {column[name] for column in columns if name in column}
+        if name.startswith(CONTENTS) and len(values) == 1:  # a module may be imported late
             continue
         reports: dict[str, list[str]] = {}  # value -> labels of the reports that have it
         for run, column in zip(runs, columns, strict=True):
@@ -180,7 +182,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             what = f"The hardware of the {name} reports differs ({', '.join(fields)})"
             lines.append(f"{what}, so differences between them are not differences of programs.")
     for run in runs:
-        if resumed := resumed_text(run):
+        if resumed := describe_runs(run.rows.values()):
             lines.append(f"{run.label} was resumed: {resumed}.")
         for line in run.environment.get("differences") or []:
             lines.append(f"Nodes differ, {run.label}: {line}")
@@ -219,7 +221,7 @@ def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) ->
     names = []
     for run, row in cases:
         failed = " (failed)" if row.failed else ""
-        place = f" ({run.when_and_where(row.part)})" if resumed_text(run) else ""
+        place = f" ({row.measured})" if describe_runs(run.rows.values()) else ""
         names.append(f"{row.name}{failed}{place}" + (f", {run.label}" if has_reports else ""))
     metrics = [values_of({} if row.failed else row.metrics) for _, row in cases]
     columns = [column(name, metrics) for name in names_of_metrics(metrics)]

@@ -34,7 +34,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -635,9 +635,7 @@ def load_rows(cases: list[Case]) -> list[Case]:
     rows = []
     for case in cases:
         for row in case.metrics.get("loads", []):
-            of_case = Case(key=row, ranks=case.ranks, name=case.name, metrics=row)
-            of_case.part = case.part
-            rows.append(of_case)
+            rows.append(replace(case, key=row, metrics=row))
     return rows
 
 

@@ -595,7 +595,7 @@ def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) ->
     In a resumed report, the average is that of the cases that were measured last.
     """
     wrong = 0
-    rates_of_part: dict[int, list[float]] = {}  # by part of the report
+    rates_of_run: dict[str, list[float]] = {}  # by the start of the run
     for cases in tables.values():
         wrong += sum(case.metrics.get("wrong", 0) for case in cases)
         rates: list[float] = []
@@ -603,15 +603,15 @@ def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) ->
             busbw = [case.metrics[f"{name}_busbw_gb_per_s"] for name in measured_variants(case)]
             of_case = [rate.value for rate in busbw if rate.value]  # it is 0 for a single rank
             if of_case:
-                rates_of_part.setdefault(case.part or 0, []).extend(of_case)
+                rates_of_run.setdefault(case.measured_at, []).extend(of_case)
             rates += of_case
         if rates and max(rates) < 0.9 * min_busbw:
             fastest = f"{kind_of(cases[0].key)}: the largest busbw, {max(rates):.4g} GB/s"
             bench.fail(f"{fastest}, is below 90% of --min-busbw {min_busbw:g}")
-    mean = np.mean(rates_of_part[max(rates_of_part)]) if rates_of_part else 0
+    mean = np.mean(rates_of_run[max(rates_of_run)]) if rates_of_run else 0
     bench.print(f"#\n# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     bench.print(f"# Avg bus bandwidth    : {mean:g}\n#")
-    if len(rates_of_part) > 1:
+    if len(rates_of_run) > 1:
         bench.print("# The average leaves out the rows that were measured earlier.")
 
 

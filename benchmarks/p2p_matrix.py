@@ -433,7 +433,7 @@ def main() -> int:
         bench.announce({title: planned})
         bench.print("\n" + folded(title, bench.max_width))
         links: list[Link] = []  # on rank 0
-        parts: dict[int | None, Case] = {}  # of the report -> a case that was measured in that part
+        runs: dict[str, Case] = {}  # start of the run -> a case that it measured
         for name, pairs, key in rounds:
             ranks, build, derive = round_of(pairs, members, messages, job)
             case = bench.measure(key, name, build, derive, ranks=ranks)
@@ -441,7 +441,7 @@ def main() -> int:
                 bench.print(f"# {name}: {case.check}")
             links += links_of(case) if case else []
             if case and not case.failed:
-                parts[case.part] = case
+                runs[case.measured_at] = case
         others = bench.disturbed()
         if links:
             environment = bench.report.environment
@@ -450,12 +450,12 @@ def main() -> int:
             names = {"node": of_nodes, "rank": of_ranks, "link": of_members}
             bench.print(tables(links, of_members, args.by, bench.max_width))
             node_of_member = [nodes[ranks[0]] for ranks in members]
-            if len(parts) > 1:  # a median over all links would mix two runs
-                times = cli.cut([bench.mark(case) or "now" for case in parts.values()])
+            if len(runs) > 1:  # a median over all links would mix two runs
+                times = cli.cut([bench.mark(case) or "now" for case in runs.values()])
                 why = f"the rounds were measured at different times, {times}"
                 bench.conclude([f"{NOT_JUDGED}: {why}"])
             else:
-                [measured] = parts.values()
+                [measured] = runs.values()
                 doubt = doubt_of(others, bench.records_load and not bench.mark(measured))
                 lines = answer(links, node_of_member, args.by, args.sigmas, names, doubt)
                 bench.conclude(lines, measured)

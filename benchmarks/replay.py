@@ -889,8 +889,7 @@ def main() -> int:
         bench.print(f"\n# {described(plan, digest, only)}")
         if case := bench.measure(key, name, partial(build, plan, job), partial(derive, plan)):
             rows = [
-                Case(key=row, ranks=[], metrics=row, part=case.part)
-                for row in case.metrics.get("operations", [])
+                replace(case, key=row, metrics=row) for row in case.metrics.get("operations", [])
             ]
             if case.failed:
                 bench.print(f"# {case.check}")

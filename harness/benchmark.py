@@ -35,8 +35,7 @@ from common.timing import (
     rounded,
     stacked,
 )
-from harness import cli, environment
-from harness.contents import of_run
+from harness import cli, contents, environment
 from harness.cpu_load import BUSY, Others
 from harness.environment import others_text
 from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
@@ -141,7 +140,7 @@ class Benchmark:
 
     @end_on_lost_peer()
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
-        """Join the job and open the report.
+        """Join the job.
 
         args: parsed flags, including those of `add_common_flags`. tested: the ranks that groups
         under test may contain; None for all.
@@ -171,20 +170,17 @@ class Benchmark:
             pipes = turns.find_pipes()
         self.is_interleaved = bool(pipes)  # with another command, which measures in turns
         variables = environment.user_variables()  # before `join` sets others
-        # user-defined models are package.module:function
-        models = [name.partition(":") for name in getattr(args, "models", None) or []]
-        contents = of_run(sys.argv[0], [module for module, colon, _ in models if colon])
         # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
         memory_held = environment.gpu_memory() if on_node == 0 and not pipes else {}
         files = [cli.take_stdout()] if args.json == "-" else []
         kinds = observers()
         for kind in kinds:
             kind.before_join(args)
-        self.job = join(args.device, args.backend, args.timeout, contents)
+        self.job = join(args.device, args.backend, args.timeout, contents.loaded())
         self.groups = GroupCache(self.job)
         self.turn = turns.take(pipes) if pipes and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, self.is_interleaved)
-        collected = environment.collect(self.job, variables, contents, memory_held)
+        collected = environment.collect(self.job, variables, memory_held)
         measured_on = self.job.broadcast(collected)
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
@@ -197,15 +193,23 @@ class Benchmark:
         self.print(environment.preamble(measured_on))
         for kind in kinds:
             self.observers.append(kind(self))
-        self.replaced = self.prepare("--json", self.open_report)
+        self.replaced: str | None = None  # new path of an older report
+        self.done: list[Key] = []  # cases of a resumed report that need not be measured again
+
+    def open_report(self) -> None:
+        """Start or resume the report. All ranks call it once all modules of the models have been
+        imported, since their contents are part of the first line."""
+        self.report.environment["contents"] = contents.loaded()
+        self.replaced = self.prepare("--json", self.start_report)
         if self.replaced:
             self.print(f"# the existing report was moved to {self.replaced}")
-        for remark in self.report.remarks:
-            self.print(f"# {remark}")
-        kept = [case.key for case in self.report.cases if counts_as_done(case, args)]
-        self.done: list[Key] = self.job.broadcast(kept)
+        for start in sorted({case.measured_at for case in self.report.cases}):
+            run = [case for case in self.report.cases if case.measured_at == start]
+            self.print(f"# {environment.count_of(len(run), 'case')} measured {run[0].measured}")
+        kept = [case.key for case in self.report.cases if counts_as_done(case, self.args)]
+        self.done = self.job.broadcast(kept)
 
-    def open_report(self) -> str | None:
+    def start_report(self) -> str | None:
         """Start or resume the report, on rank 0. Returns the new path of an existing report."""
         if self.args.dry_run and self.args.resume and self.is_first:
             with contextlib.suppress(ValueError):  # no report exists
@@ -253,8 +257,9 @@ class Benchmark:
         return self.place | {"ranks": ranks} | key
 
     def announce(self, tables: Mapping[str, Sequence[Planned]]) -> None:
-        """Announce the planned cases by table, before anything is set up for them. All ranks call
-        it. With --dry-run, the run lists them and ends here."""
+        """Announce the planned cases by table and open the report, before anything is set up for
+        the cases. All ranks call it. With --dry-run, the run lists them and ends here."""
+        self.open_report()
         planned: dict[str, list[str]] = {}
         for title, cases in tables.items():
             self.names[title] = [name for name, _, _ in cases]
@@ -448,9 +453,9 @@ class Benchmark:
         for line in omitted(len(self.table.columns) - self.table.count):
             self.print(line)
         if self.table.passed and answer:
-            # one answer per part of a resumed report, so that no sentence mixes two runs
-            for part in sorted({case.part or 0 for case in self.table.passed}):
-                cases = [case for case in self.table.passed if (case.part or 0) == part]
+            # one answer for each run that measured cases, so that no sentence mixes two runs
+            for start in sorted({case.measured_at for case in self.table.passed}):
+                cases = [case for case in self.table.passed if case.measured_at == start]
                 sentences = answer(cases) or []
                 self.conclude([sentences] if isinstance(sentences, str) else sentences, cases[0])
         self.title, self.table = "", None
@@ -471,7 +476,7 @@ class Benchmark:
         resumed, they start with the time and the hosts.
         """
         if case is not None and self.report.is_earlier(case):
-            begin = f"measured {self.report.when_and_where(case.part)}: "
+            begin = f"measured {case.measured}: "
             sentences = [begin + with_cause(sentence, LOAD_UNKNOWN) for sentence in sentences]
         self.answers += sentences
 
@@ -488,7 +493,7 @@ class Benchmark:
 
     def mark(self, case: Case) -> str:
         """When and where an earlier run measured the case; "" if this run measured it."""
-        return self.report.when_and_where(case.part) if self.report.is_earlier(case) else ""
+        return case.measured if self.report.is_earlier(case) else ""
 
     def print(self, text: str) -> None:
         """Print on rank 0. If writing to stdout fails, end the run; the report is intact."""
@@ -581,6 +586,11 @@ class Benchmark:
         if answers:
             self.print("\n" + "\n".join(folded(sentence, self.max_width) for sentence in answers))
             last_line["answer"] = answers
+        now = contents.loaded()
+        last_line |= self.report.contents_at_end(now)
+        if changed := last_line.get("changed"):
+            line = f"{cli.cut(changed)} changed during the run; --resume will refuse the report"
+            self.print(folded(f"warning: {line}", self.max_width))
         status, reason = self.failure or (0, "")
         cases = self.report.cases
         if failed := [case for case in cases if case.failed]:

@@ -1,9 +1,10 @@
-"""Hashes of the source files behind a result. Two runs are comparable only if these are equal.
+"""Hashes of the source files behind a result: the local modules that this process has imported.
 
 A commit, a path or a module name does not identify a program, because files may have been edited
-since. Modules are located but never imported, because an import would run their code.
+since. What was imported does, however the import found it.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -19,26 +20,53 @@ HARNESS = ("common", "harness", "benchmarks/workloads")  # folders that all scri
 DIGITS = 12  # hexadecimal digits of a hash: 48 bits
 # `from .a import b, c`, also with parentheses, and `import a.b as c, d`; without comments
 IMPORT = re.compile(r"\bfrom\s*(\.*)([\w.]*)\s+import\s*(\([^)]*|[^\n;]+)|\bimport\s+([^\n;]+)")
+VERSIONED = ("torch", "torchvision")  # the environment has their versions
 INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, including Spack's
 
 Files = dict[str, Path]  # name, hashed with the file and independent of its folder -> file
 
 
-def of_run(script: str, models: Iterable[str] = ()) -> dict[str, str]:
-    """The source files behind a run of a script: name of a part -> hash.
+def loaded() -> dict[str, str]:
+    """Return the hash of the source of each local module in sys.modules, by name.
 
-    script: path of the script. models: names of modules, e.g. `my_package.models`. The parts are
-    the harness; the script with the local modules that it imports; and for each model its module
-    with its package, or with the local modules that it imports. A missing module has no part.
+    The main script has the name of its file. Local modules are those outside the standard library
+    and the folders of installed packages, so those of editable installations are local. Modules of
+    VERSIONED packages are not, wherever they are.
     """
-    PathFinder.invalidate_caches()  # files may be newer than the cached folder listing
-    parts = {" and ".join(f"{folder}/" for folder in HARNESS): harness()}
-    path = Path(script)
-    if path.is_file():
-        parts[path.name] = python_program(path, sys.path)
-    for name in models:
-        parts[name] = model(name, [os.getcwd(), *sys.path])
-    return {name: digest(files) for name, files in parts.items() if files}
+    found = {}
+    for name, module in [*sys.modules.items()]:
+        package = name.partition(".")[0]
+        if package in VERSIONED or name == "__mp_main__":  # the main script's other name
+            continue
+        places = [file_of(sys.modules.get(package)), path := file_of(module)]
+        if path and not any(map(is_installed, filter(None, places))):
+            found[os.path.basename(path) if name == "__main__" else name] = source_hash(
+                module, path
+            )
+    return dict(sorted(found.items()))
+
+
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the modules whose source differs. A module on one side only is no difference, because
+    modules may be imported late."""
+    return [name for name in now if before.get(name, now[name]) != now[name]]
+
+
+def file_of(module: object) -> str:
+    """Return the file of a module; "" for namespace packages and modules without a file."""
+    attributes = getattr(module, "__dict__", {})  # getattr would make lazy modules import others
+    return str(attributes.get("__file__") or "")
+
+
+def source_hash(module: object, path: str) -> str:
+    """Return a hash of a module's file, read by its loader, e.g. from an archive; "" if the file
+    cannot be read."""
+    read = getattr(vars(module).get("__loader__"), "get_data", lambda path: Path(path).read_bytes())
+    try:
+        content = read(path)
+    except OSError:
+        return ""
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
 def harness(root: Path = ROOT) -> Files:
@@ -165,8 +193,9 @@ def imports(path: Path, label: str) -> set[str]:
     return names
 
 
+@functools.cache
 def is_installed(path: str) -> bool:
-    """Whether a path is in the standard library or in a folder of installed packages."""
+    """Return whether a path is in the standard library or in a folder of installed packages."""
     real = os.path.realpath(path or ".")
     paths = sysconfig.get_paths()
     library = tuple(f"{os.path.realpath(paths[name])}{os.sep}" for name in ("stdlib", "platstdlib"))

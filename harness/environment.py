@@ -84,13 +84,11 @@ def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
 def collect(
     job: Job,
     variables: dict[str, str],
-    contents: dict[str, str],
     memory_held: dict[str, str],
 ) -> dict[str, Any]:
     """The report's environment, on rank 0; {} on other ranks. All ranks call it.
 
-    variables: returned by `user_variables`. contents: hashes of the source files; `join` has
-    checked that they are the same on all ranks. memory_held: returned by `gpu_memory`, on the first
+    variables: returned by `user_variables`. memory_held: returned by `gpu_memory`, on the first
     rank of each node.
     """
     compared = {name: value for name, value in variables.items() if is_compared(name)}
@@ -117,7 +115,6 @@ def collect(
         node["gpus"] = used_gpus(node["gpus"], ranks)
     return {
         "version": version(),
-        "contents": contents,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU

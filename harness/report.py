@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.stats import Estimate
+from harness.cli import cut
+from harness.contents import differing
 
 SCHEMA = "torchrun-bench/3"
 UNCHECKED = "skipped: -c 0"  # Case.check if the user turned checks off
@@ -74,14 +75,24 @@ class Case:
     check: str = "passed"  # or `failed: why`, or `skipped: why` if it was measured but not checked
     aligned: bool = True  # False if the ranks do not wait for each other within an iteration
     bounded: bool = False  # True if samples_s was reduced to the samples of the slowest rank
-    # Not written. Index of the part of the report that contains the case; each resumption of a run
-    # starts a new part. None if the case does not come from a report.
-    part: int | None = None
+    # The start of the run that measured it, and its hosts. Several runs may have measured the cases
+    # of a report: see --resume. Set by Report.add and `load`.
+    measured_at: str = ""
+    hosts: list[str] = field(
+        default_factory=list
+    )  # written if they are not those of the first line
 
     @property
     def failed(self) -> bool:
         """Whether it has no metrics, because it could not be measured or its results were wrong."""
         return self.check.startswith("failed")
+
+    @property
+    def measured(self) -> str:
+        """When and where it was measured: `2026-11-28 03:12 UTC on node1`."""
+        more = f" and {len(self.hosts) - 2:,} more" if len(self.hosts) > 2 else ""
+        place = f" on {shown(self.hosts[:2])}{more}" if self.hosts else ""
+        return f"{shown(self.measured_at)[:16].replace('T', ' ')} UTC{place}"
 
 
 @dataclass
@@ -97,14 +108,11 @@ class Report:
     status: str = "interrupted"  # until the last line is written: then complete or failed
     finished_at: str | None = None
     end: dict[str, Any] = field(default_factory=dict)  # the other entries of the last line
-    # CPU use by other processes on each node, by part. A part that was interrupted has no entry.
-    others: dict[int, Any] = field(default_factory=dict)
+    # Last line of each run that measured cases, by the start of the run. A run that was interrupted
+    # has none.
+    ends: dict[str, dict[str, Any]] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
-    # The line that starts each later part: resumed_at, hosts, argv, cases_before
-    resumed: list[dict[str, Any]] = field(default_factory=list)
-    part: int = 0  # index of the part that is being written
-    previous: "Report | None" = None  # the report as it was before this run resumed it
-    remarks: list[str] = field(default_factory=list)  # where the cases of earlier parts come from
+    first_hosts: list[str] | None = None  # of the first line, if this run resumed the report
     files: list[IO[bytes]] = field(default_factory=list)  # open files; the last one is written to
 
     def start(self, resume: bool = False) -> str | None:
@@ -146,63 +154,55 @@ class Report:
     def resume_from(self, old: "Report") -> None:
         """Resume a report of the same benchmark in the same environment.
 
-        A line with the time, the hosts and the arguments precedes the first new case. `remarks`
-        gets a line per earlier part. Raises ValueError if the runs do not belong together.
+        Raises ValueError if the runs do not belong together.
         """
-        before = {"benchmark": old.benchmark} | identity(old.environment)
-        differing = differences(before, {"benchmark": self.benchmark} | identity(self.environment))
-        if differing:
+        if changed := old.end.get("changed"):
             raise ValueError(
-                f"{self.path} has {differing}: the results are not comparable; give another path"
+                f"{self.path}: {shown(changed)} changed while it was measured; give another path"
             )
-        self.cases, self.resumed = old.cases, old.resumed
-        self.part, self.previous = len(old.resumed) + 1, old
+        if mismatch := why_incomparable(old, self):
+            raise ValueError(
+                f"{self.path} has {mismatch}: the results are not comparable; give another path"
+            )
+        self.cases, self.first_hosts = old.cases, old.environment.get("hosts") or []
+        known = self.contents | old.contents
+        self.environment["contents"] = old.environment.get("contents") or {}
+        self.end = self.contents_at_end(known)
         content = Path(self.path or "").read_bytes()
         self.files[-1].truncate(content.rfind(b"\n") + 1)  # drop a line that a crash cut short
-        for part in range(self.part):
-            if count := sum(case.part == part for case in old.cases):
-                command = shlex.join(map(str, old.part_entry(part, "argv") or ()))
-                cases = "1 case was" if count == 1 else f"{count} cases were"
-                where = old.when_and_where(part)
-                self.remarks.append(f"{cases} measured earlier, {where}, by {shown(command)}")
 
-    def part_entry(self, part: int, name: str) -> Any:
-        """An entry of the line that starts a part: its `hosts`, its `argv`, or its start (`at`)."""
-        if part:
-            line = self.resumed[part - 1]
-            return line.get("resumed_at" if name == "at" else name)
-        first = self.previous or self
-        if name == "hosts":
-            return first.environment.get("hosts")
-        return first.started_at if name == "at" else getattr(first, name)
+    @property
+    def contents(self) -> dict[str, str]:
+        """The hashes of the modules that the report's runs have imported, by name."""
+        later = self.end.get("contents") or {}  # imported after the first line was written
+        return {**later, **(self.environment.get("contents") or {})}
 
-    def when_and_where(self, part: int | None) -> str:
-        """The start and the hosts of a part: `2026-11-28 03:12 UTC on node1`."""
-        part = part or 0
-        hosts = [str(host) for host in self.part_entry(part, "hosts") or ()]
-        more = f" and {len(hosts) - 2:,} more" if len(hosts) > 2 else ""
-        place = f" on {shown(hosts[:2])}{more}" if hosts else ""
-        return f"{shown(self.part_entry(part, 'at'))[:16].replace('T', ' ')} UTC{place}"
+    def contents_at_end(self, now: Mapping[str, str]) -> dict[str, Any]:
+        """Return entries of the last line: `contents`, modules that the first line lacks, and
+        `changed`, modules whose files were changed after they were imported.
+
+        now: the hashes of the modules that are loaded now.
+        """
+        changed = differing(self.contents, now)
+        first = self.environment.get("contents") or {}
+        late = {n: digest for n, digest in {**now, **self.contents}.items() if n not in first}
+        return {k: v for k, v in {"contents": late, "changed": changed}.items() if v}
 
     def is_earlier(self, case: Case) -> bool:
         """Whether a case was measured before this run resumed the report."""
-        return case.part is not None and case.part < self.part
+        return bool(case.measured_at) and case.measured_at != self.started_at
 
     def add(self, case: Case) -> None:
         """Append a case. It replaces an earlier case with the same key. Raises OSError."""
-        if len(self.resumed) < self.part:  # the first case of this part
-            line = {"resumed_at": now(), "hosts": self.environment.get("hosts"), "argv": self.argv}
-            line["cases_before"] = len(self.cases)
-            self.resumed.append(line)
-            self.append(line, "the earlier cases are intact")
-        case.part = self.part
+        case.measured_at, case.hosts = self.started_at, self.environment.get("hosts") or []
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
         line = dict(vars(case))  # not asdict, which would copy every sample
-        del line["part"]
         if case.aligned:  # the usual case
             del line["aligned"]
         if not case.bounded:
             del line["bounded"]
+        if self.first_hosts in (None, case.hosts):
+            del line["hosts"]
         self.append(line, "the cases before this one are intact")
 
     def finish(self, status: str, **end: Any) -> None:
@@ -242,8 +242,6 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
     for row in environment.get("ranks") or ():
         for name in SAME_OF_RANKS:
             same[f"{name} (rank {row.get('rank')})"] = row.get(name)
-    for part, digest in (environment.get("contents") or {}).items():
-        same[f"contents of {part}"] = digest
     for name, value in (environment.get("variables") or {}).items():
         if not name.startswith(OF_A_JOB) and not name.endswith(OF_A_PLACE):
             same[name] = value
@@ -256,13 +254,16 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
     return same
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The first three differences: `torch 2.14, this run 2.15; ...`; "" if there are none."""
-    names = [name for name in before | now if before.get(name) != now.get(name)]
-    parts = [f"{n} {shown(before.get(n))}, this run {shown(now.get(n))}" for n in names[:3]]
-    if len(names) > 3:
-        parts.append(f"and {len(names) - 3} more")
-    return "; ".join(parts)
+def why_incomparable(before: Report, now: Report) -> str:
+    """Return the first differences between two runs that must be the same for their cases to belong
+    in one report: `torch 2.14, this run 2.15; ...`; "" if there are none."""
+    old = {"benchmark": before.benchmark} | identity(before.environment)
+    new = {"benchmark": now.benchmark} | identity(now.environment)
+    names = [name for name in old | new if old.get(name) != new.get(name)]
+    parts = [f"{name} {shown(old.get(name))}, this run {shown(new.get(name))}" for name in names]
+    if modules := differing(before.contents, now.contents):
+        parts.append(f"other contents of {cut(modules, 3)}")
+    return "; ".join(parts[:3] + [f"and {len(parts) - 3} more"] * (len(parts) > 3))
 
 
 def shown(value: Any) -> str:
@@ -332,7 +333,7 @@ def load(
     """
     report: Report | None = None
     cases: dict[str, Case] = {}  # by key, as text
-    number = 0
+    number, measured_at = 0, ""
     try:
         with open(path, "rb") if lines is None else nullcontext(lines) as file:
             for line in file:
@@ -350,17 +351,15 @@ def load(
                 elif "schema" in content:
                     raise ValueError("another report starts here; each report needs its own file")
                 elif "status" in content:
+                    report.ends.setdefault(measured_at or report.started_at, {**content})
                     report.status = content.pop("status")
                     report.finished_at = content.pop("finished_at", None)
                     report.end = content
-                    if "others" in content:  # a run that measured nothing has no such entry
-                        report.others.setdefault(len(report.resumed), content["others"])
                 else:
                     report.status = "interrupted"  # until a last line follows
-                    if "resumed_at" in content:
-                        report.resumed.append(content)
-                        continue
-                    case = Case(**content | {"part": len(report.resumed)})
+                    case = Case(**content)
+                    case.measured_at = measured_at = case.measured_at or report.started_at
+                    case.hosts = case.hosts or report.environment.get("hosts") or []
                     case.metrics = with_estimates(case.metrics)
                     each(report, case)
                     name = json.dumps(case.key, sort_keys=True)
@@ -375,6 +374,20 @@ def load(
         raise ValueError(f"{path} {what}")
     report.cases = list(cases.values())
     return report
+
+
+def describe_runs(cases: Iterable[Case]) -> str:
+    """Return which runs measured the cases, if several did: `2 cases were measured 2026-11-28 03:12
+    UTC on node1, 3 2026-11-28 07:30 UTC on node2`; "" if one did."""
+    runs: dict[str, list[Case]] = {}
+    for case in cases:
+        runs.setdefault(case.measured_at, []).append(case)
+    if len(runs) < 2:
+        return ""
+    first, *others = (runs[start] for start in sorted(runs))
+    text = f"{len(first)} {'case was' if len(first) == 1 else 'cases were'} measured"
+    parts = [f"{text} {first[0].measured}", *(f"{len(run)} {run[0].measured}" for run in others)]
+    return ", ".join(parts)
 
 
 def not_json(metrics: dict[str, Any]) -> str | None:

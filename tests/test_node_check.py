@@ -76,7 +76,7 @@ def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None
     assert run.reason == run.out.splitlines()[-1].removeprefix("# ")
     # the report has nothing of the first run, whose second attempts would count as this run's
     assert (tmp_path / "a folder" / "report.jsonl.bak").exists()
-    assert run.report.resumed == []
+    assert {case.measured_at for case in run.report.cases} == {run.report.started_at}
     assert {case.key["attempt"] for case in run.report.cases} == {1, 2}
 
 

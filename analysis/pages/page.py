@@ -136,13 +136,13 @@ def hide_folders(runs: Sequence[Run], commands: dict[str, str]) -> dict[str, str
     """
     texts = list(commands.values())
     for run in runs:
-        map_texts(texts.append, [run.environment, run.argv, run.end, run.resumed])
+        map_texts(texts.append, [run.environment, run.argv, run.end])
         for row in run.rows.values():
             words = [row.key, row.name, row.table, row.check, row.label, row.metrics]
             map_texts(texts.append, words)
     shorten = without_folders(texts)
     for run in runs:
-        for name in ("environment", "argv", "end", "resumed"):
+        for name in ("environment", "argv", "end"):
             setattr(run, name, map_texts(shorten, getattr(run, name)))
         for row in run.rows.values():
             for name in ("key", "name", "table", "check", "label"):

@@ -161,17 +161,17 @@ class Command:
         mine = self.report(number)
         for path in sorted(self.folder.glob("*.jsonl")):
             if path != mine:
-                differing = report.differences(identity_of(path), identity_of(mine))
+                differing = report.why_incomparable(first_line(path), first_line(mine))
                 if differing:
                     what = f"{path} has {differing}, so the environments differ"
                     return f"{what}; move one of the reports elsewhere"
         return None
 
 
-def identity_of(path: Path) -> dict[str, Any]:
-    """The part of the environment in a report that must be the same in all runs of a command."""
+def first_line(path: Path) -> report.Report:
+    """Return a report without its cases."""
     with path.open("rb") as file:
-        return report.identity(report.load(str(path), lines=[file.readline()]).environment)
+        return report.load(str(path), lines=[file.readline()])
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from analysis.runs.load import Run
 from analysis.show import join_distinct
+from harness.cli import cut
 
 # If one of these fields differs, the sides were measured on different machines.
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
@@ -16,6 +17,7 @@ IGNORED = (
     *("ranks", "gpus", "gpu_counts", "differences", "variables", "other_variables", "others"),
     "contents",
 )
+CONTENTS = "contents of "  # and a module: a field with the hash of its source
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,6 @@ class Difference:
     base: list[str]  # distinct values
     test: list[str]
     hardware: bool
-
-
-def parts_of(run: Run) -> list[int]:
-    """The numbers of the parts of a resumed report that contain cases, counting from 0; [0] if the
-    report was never resumed."""
-    return sorted({row.part or 0 for row in run.rows.values()})
-
-
-def resumed_text(run: Run) -> str:
-    """`2 cases were measured 2026-11-28 03:12 UTC on node1, 3 ... on node2`; "" if a single run
-    measured all cases of the report."""
-    parts = [row.part or 0 for row in run.rows.values()]
-    numbers = parts_of(run)
-    if len(numbers) < 2:
-        return ""
-    counts = [(parts.count(part), run.when_and_where(part)) for part in numbers]
-    (first, when), *others = counts
-    noun = "case was" if first == 1 else "cases were"
-    texts = [f"{first} {noun} measured {when}", *(f"{count} {place}" for count, place in others)]
-    return ", ".join(texts)
 
 
 def describe_environment(run: Run) -> dict[str, str]:
@@ -67,9 +49,9 @@ def fields_of(run: Run) -> dict[str, Any]:
     variables = environment.get("variables") or {}
     for name, value in variables.items():
         fields[f"variables.{name}"] = value
-    for part, digest in (environment.get("contents") or {}).items():
-        fields[f"contents of {part}"] = digest
-    hosts = [run.part_entry(part, "hosts") or [] for part in parts_of(run)]
+    for module, digest in run.contents.items():
+        fields[f"{CONTENTS}{module}"] = digest
+    hosts = [row.hosts for row in run.rows.values()]
     fields["hosts"] = list(itertools.chain(*hosts)) or environment.get("hosts")
     for name, values in run.left_out.items():
         fields[f"key.{name}"] = values
@@ -87,10 +69,20 @@ def differences(base: Sequence[Run], test: Sequence[Run]) -> list[Difference]:
     """The fields of the environment whose values differ between the sides, hardware first."""
     environments = [describe_environment(run) for run in (*base, *test)]
     differing = []
+    modules, of_modules = list[str](), (list[str](), list[str]())
     for name in dict.fromkeys(name for environment in environments for name in environment):
         values = [environment.get(name, "unset") for environment in environments]
         of_base, of_test = dict.fromkeys(values[: len(base)]), dict.fromkeys(values[len(base) :])
-        if of_base.keys() != of_test.keys():
+        if name.startswith(CONTENTS):  # modules may be imported late
+            known = [[x for x in side if x != "unset"] for side in (of_base, of_test)]
+            if all(known) and set(known[0]) != set(known[1]):
+                modules.append(name.removeprefix(CONTENTS))
+                for hashes, more in zip(of_modules, known, strict=True):
+                    hashes += more
+        elif of_base.keys() != of_test.keys():
             is_hardware = name in HARDWARE or name.startswith("GPU ")
             differing.append(Difference(name, list(of_base), list(of_test), is_hardware))
+    if modules:
+        field = f"{CONTENTS}{cut(modules, 3)}"
+        differing.append(Difference(field, of_modules[0][:3], of_modules[1][:3], False))
     return sorted(differing, key=lambda difference: not difference.hardware)

@@ -316,16 +316,21 @@ def loads_of(report: Report, path: str) -> list[tuple[float, int]]:
     """For each node, the cores used by other processes and the number of cores.
 
     The list is empty if the load was not recorded. In a resumed report, the load is that of the
-    part with the busiest node, and is unknown if that of any part is: a part without a last line
-    was interrupted.
+    run with the busiest node, and is unknown if that of any run is: a run without a last line was
+    interrupted.
     """
-    if not report.resumed:
-        return loads_in(report.others.get(0)) or loads_from_file(path)
-    parts = sorted({case.part or 0 for case in report.cases})
-    loads = [loads_in(report.others.get(part)) for part in parts]
+    starts = {case.measured_at or report.started_at for case in report.cases}
+    if starts <= {report.started_at}:  # it was not resumed
+        return loads_of_run(report, report.started_at) or loads_from_file(path)
+    loads = [loads_of_run(report, start) for start in sorted(starts)]
     if not all(loads):
         return []
     return max(loads, key=lambda nodes: max(busy / cores for busy, cores in nodes), default=[])
+
+
+def loads_of_run(report: Report, start: str) -> list[tuple[float, int]]:
+    """The load of each node during one of the runs that measured a report; [] if unknown."""
+    return loads_in(report.ends.get(start, {}).get("others"))
 
 
 def loads_in(others: Any) -> list[tuple[float, int]]:
@@ -420,9 +425,9 @@ def about(run: Run, row: Row) -> dict[str, Any]:
     """The columns that describe a case in a table. `n` is the number of iterations."""
     return {
         "run": run.label,
-        "started_at": run.part_entry(row.part or 0, "at"),
+        "started_at": row.measured_at or run.started_at,
         "torch": run.environment.get("torch"),
-        "host": ", ".join(str(host) for host in run.part_entry(row.part or 0, "hosts") or []),
+        "host": ", ".join(map(str, row.hosts or run.environment.get("hosts") or [])),
         "benchmark": run.benchmark,
         "table": row.table,
         "case": row.label,
@@ -486,7 +491,8 @@ def split_links(case: Case) -> list[Case]:
     for link, spread in zip(links, spreads, strict=True):
         for way, cost in costs_of_link(*link).items():
             metrics = cost | {"spread": spread}
-            of_link: dict[str, Any] = {"ranks": [], "metrics": metrics, "part": case.part}
+            of_link: dict[str, Any] = {"ranks": [], "metrics": metrics}
+            of_link |= {"measured_at": case.measured_at, "hosts": case.hosts}
             cases.append(Case(key={"link": way} | key, name=way, **of_link))
     return cases
 

@@ -44,10 +44,10 @@ def sessions_of(side: Side, positions: Sequence[int]) -> tuple[Groups, bool]:
 def times_of(run: Run, row: Row | None) -> tuple[str, datetime | None, datetime | None]:
     """Return the host of a case, the start of its run, and the end, which is the start if the end
     is unknown."""
-    part = (row.part if row else 0) or 0
-    begin = instant(run.part_entry(part, "at"))
-    end = None if run.resumed else instant(run.finished_at)
-    host = str(run.part_entry(part, "hosts"))
+    start = (row.measured_at if row else "") or run.started_at
+    begin = instant(start)
+    end = instant(run.ends.get(start, {}).get("finished_at"))
+    host = str((row.hosts if row else []) or run.environment.get("hosts"))
     return host, begin, max(begin, end) if begin and end else begin
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.runs.differences import Difference, differences, resumed_text
+from analysis.runs.differences import Difference, differences
 from analysis.runs.evidence import (
     ALLOWED,
     Evidence,
@@ -31,6 +31,7 @@ from analysis.runs.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time
 from analysis.runs.sessions import ENOUGH, Groups, sessions_of
 from analysis.show import is_number, join_distinct
 from harness.cli import cut
+from harness.report import describe_runs
 
 Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run lacks the case
 
@@ -226,7 +227,7 @@ def warnings_of(comparison: Comparison) -> list[str]:
         rule = ALLOWED if design.allow_disturbed else "pairs count if the load of both was alike"
         lines.append(f"{what} in {which}: {rule}")
     for run in runs:
-        if resumed := resumed_text(run):
+        if resumed := describe_runs(run.rows.values()):
             lines.append(f"{run.label} was resumed: {resumed}")
         if run.synchronized:
             what = "PyTorch's script waits for the device in every iteration, ddp_sweep.py once per"

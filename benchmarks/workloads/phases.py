@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -120,7 +121,7 @@ def phase_table(
         for phase, worker in product(workers["all"], shown):
             if times := workers[worker].get(phase):
                 key = {"phase": phase, "worker": worker}
-                rows.append(Case(key=key, ranks=[], name=name, metrics=times, part=case.part))
+                rows.append(replace(case, key=key, name=name, metrics=times))
                 name = ""
     columns: Columns = {role: lambda row: row.name, "phase": lambda row: str(row.key["phase"])}
     columns[""] = lambda row: str(row.key["worker"])

@@ -45,12 +45,12 @@ def test_bandwidths() -> None:
         assert collectives.ScanTable().row(case).endswith(cell)
 
 
-def test_the_average_does_not_mix_two_parts_of_a_report() -> None:
+def test_the_average_does_not_mix_two_runs_in_a_report() -> None:
     """Two sizes of 2 and 4 GB/s were measured before the report was resumed, one of 8 GB/s now."""
     cases = []
-    for part, rate in ((0, 2.0), (0, 4.0), (1, 8.0)):
+    for start, rate in (("1", 2.0), ("1", 4.0), ("2", 8.0)):
         numbers = {"in_place_time_s": Estimate(1.0), "in_place_busbw_gb_per_s": Estimate(rate)}
-        cases.append(Case(key=KEY, ranks=[0], metrics=numbers, part=part))
+        cases.append(Case(key=KEY, ranks=[0], metrics=numbers, measured_at=start))
 
     def last_lines(*chosen: Case) -> str:
         bench = Mock()

@@ -257,16 +257,16 @@ def test_the_load_may_be_in_a_file_next_to_the_report(tmp_path: Path) -> None:
 
 
 def test_the_load_of_a_resumed_report(tmp_path: Path) -> None:
-    """A part that was interrupted has no load, the busiest part counts, and a later run that
-    measures nothing has no load of its own."""
-    resumed = {"resumed_at": "2026-01-02T03:04:05+00:00", "hosts": ["vm"], "argv": []}
-    x, y, busy = case("x"), case("y"), {"status": "failed", "others": [[1.9, 2]]}
+    """A run that was interrupted has no load, the busiest run counts, and a later run that measures
+    nothing has no load of its own."""
+    later = {"measured_at": "2026-01-02T03:04:05+00:00"}
+    x, y, busy = case("x"), case("y", **later), {"status": "failed", "others": [[1.9, 2]]}
     for lines, others, loads in (
-        ((x, resumed, y), [[0.0, 2]], []),
-        ((x, busy, resumed, y), [[0.1, 2]], [(1.9, 2)]),
-        ((x, busy, resumed, x), [[0.1, 2]], [(0.1, 2)]),  # nothing of the first part is left
+        ((x, y), [[0.0, 2]], []),
+        ((x, busy, y), [[0.1, 2]], [(1.9, 2)]),
+        ((x, busy, x | later), [[0.1, 2]], [(0.1, 2)]),  # nothing of the first run is left
         ((x, busy), None, [(1.9, 2)]),
-        ((resumed,), None, []),
+        ((), None, []),
     ):
         (run,) = load([write(tmp_path / "01.jsonl", *lines, others=others)])
         assert run.loads == loads
@@ -274,7 +274,7 @@ def test_the_load_of_a_resumed_report(tmp_path: Path) -> None:
     for side in "ab":
         for number in range(3):
             path = tmp_path / side / f"{number}.jsonl"
-            write(path, case("x", [1.0 + 0.001 * number]), resumed, y)
+            write(path, case("x", [1.0 + 0.001 * number]), y)
         sides.append(str(tmp_path / side))
     assert re.search(r"^x .* same \[load not recorded\]$", gate(*sides)[1], re.MULTILINE)
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from analysis.report import sections_of
-from analysis.runs.differences import describe_environment, resumed_text
+from analysis.runs.differences import describe_environment
 from analysis.runs.load import frame, load
 from analysis.runs.verdicts import Design, compare
+from harness.report import describe_runs
 from tests.pure.reports import ROOT, case, estimate, write
 
 
@@ -159,28 +160,22 @@ def test_an_impossible_time_is_refused(tmp_path: Path, seconds: str, from_sample
 
 def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: Path) -> None:
     """So do links. Table, comparison and page show it."""
-    line = {
-        "resumed_at": "2026-01-02T03:04:05+00:00",
-        "hosts": ["node2"],
-        "argv": ["x", "--resume"],
-    }
+    later = {"measured_at": "2026-01-02T03:04:05+00:00", "hosts": ["node2"]}
     link = case("round 1", samples_s={}, metrics={"links": [[0, 1, 5.0, 1.0, 1.0, 1.0]]})
-    cases = (case("no ddp", [1]), line, case("2 ranks", [2]), link)
+    cases = (case("no ddp", [1]), case("2 ranks", [2]) | later, link | later)
     path = write(tmp_path / "a.jsonl", *cases, started_at="2026-01-01T00:00:00+00:00")
     (run,) = load([path])
     table = frame([run])
     assert table["host"].tolist() == ["vm"] + ["node2"] * 5
-    assert table["started_at"].tolist()[:2] == ["2026-01-01T00:00:00+00:00", line["resumed_at"]]
+    assert table["started_at"].tolist()[:2] == ["2026-01-01T00:00:00+00:00", later["measured_at"]]
     told = "1 case was measured 2026-01-01 00:00 UTC on vm, 5 2026-01-02 03:04 UTC on node2"
-    assert resumed_text(run) == told
+    assert describe_runs(run.rows.values()) == told
     assert describe_environment(run)["hosts"] == "vm, node2"
     other = write(tmp_path / "b.jsonl", case("no ddp", [1]))
     (plain,) = load([other])
-    assert resumed_text(plain) == ""
     assert f"{path} was resumed: {told}" in compare([run], [plain], Design()).warnings
     _, sections = sections_of([path])
     assert f"a was resumed: {told}." in sections[0].warnings
     cells = str(sections[1].tables)
     assert "no ddp (2026-01-01 00:00 UTC on vm)" in cells
     assert "2 ranks (2026-01-02 03:04 UTC on node2)" in cells
-    assert "x --resume" in str(sections[-1].tables)

@@ -48,9 +48,9 @@ def test_summary() -> None:
 
 def shown(most: int | None, **workers: dict[str, Any]) -> tuple[list[str], list[list[str]], str]:
     """Headers, rows, and the text about rows that were left out."""
-    case = Case(key={}, ranks=[], name="rpc", metrics={"servers": summaries(workers)}, part=3)
+    case = Case(key={}, ranks=[], name="rpc", metrics={"servers": summaries(workers)}, hosts=["a"])
     columns, rows, left_out = phase_table("servers", [case], most)
-    assert {row.part for row in rows} == {3}  # the part of a resumed report
+    assert [row.hosts for row in rows] == [["a"]] * len(rows)
     names = [header.split("\n")[0] for header in columns]
     return names, [line.split() for line in render(columns, rows).splitlines()[3:]], left_out
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from harness.report import SCHEMA, Case, Report, load, not_json, without_secrets
+from harness.report import SCHEMA, Case, Report, describe_runs, load, not_json, without_secrets
 
 ENVIRONMENT = {"torch": "2.15.0", "world_size": 2, "devices": ["cpu"], "version": "a"}
-ENVIRONMENT |= {"contents": {"common/": "0"}}
+ENVIRONMENT |= {"contents": {"mine": "0", "late": "1", "common": "2"}}
 ENVIRONMENT |= {"variables": {}, "ranks": [{"rank": 0, "threads": 1}]}
 
 
@@ -128,7 +128,12 @@ def test_resume_keeps_cases_and_cuts_an_incomplete_line(path: Path, tail: bytes)
         ("ddp_sweep", {"ranks": [{"rank": 0, "threads": 2}]}, "has threads (rank 0) 1, this run 2"),
         ("ddp_sweep", {"variables": {"NCCL_ALGO": "Ring"}}, "has NCCL_ALGO unset, this run Ring"),
         ("ddp_sweep", {"torch": "\33[2J\n#"}, r"torch 2.15.0, this run '\x1b[2J\n#'"),
-        ("ddp_sweep", {"contents": {"common/": "1"}}, "has contents of common/ 0, this run 1"),
+        (
+            "ddp_sweep",
+            {"contents": {"mine": "1", "x": "1"}},
+            "has other contents of mine: the resul",
+        ),
+        ("ddp_sweep", {"contents": {"a": "1"}, "torch": "2"}, "0, this run 2: the results"),
         (
             "ddp_sweep",
             {"other_variables": [{"ranks": [1, 2], "variables": {"FI_X": "1"}}]},
@@ -169,72 +174,77 @@ def test_secrets_are_compared_by_hash() -> None:
 
 
 def test_a_requeued_job_continues_on_other_hosts(path: Path) -> None:
-    """With another job number. The report lists the hosts."""
-    report_at(path, hosts=["node1"], variables={"SLURM_JOB_ID": "1", "TRITON_CACHE_DIR": "/1"})
-    for host in ("node2", "node2", "node3"):
-        variables = {"SLURM_JOB_ID": "2", "TRITON_CACHE_DIR": "/2"}
-        resumed = begin(path, hosts=[host], variables=variables)
-        resumed.start(resume=True)
-        resumed.add(Case(key={"host": host}, ranks=[0]))
-    told = [(line["hosts"], line["cases_before"]) for line in load(str(path)).resumed]
-    assert told == [(["node2"], 2), (["node2"], 3), (["node3"], 3)]
-    first, second = resumed.remarks
-    assert re.fullmatch("2 cases were measured earlier, 20.* UTC on node1, by .*", first)
-    assert re.fullmatch("1 case was measured earlier, 20.* UTC on node2, by .*", second)
+    """With another job number. Each case has the start of its run and, unless they are those of the
+    first line, its hosts. A run that measures nothing leaves no trace."""
+    for number, hosts in enumerate((["node1"], ["node2", "node3", "node4"], ["n"], ["node1"])):
+        variables = {"SLURM_JOB_ID": str(number), "TRITON_CACHE_DIR": f"/{number}"}
+        report = begin(path, hosts=hosts, variables=variables)
+        report.started_at = f"2026-11-28T0{number}:12:05+00:00"
+        report.start(resume=True)
+        earlier = len(report.cases)
+        if number != 2:
+            report.add(Case(key={"n": number}, ranks=[0]))
+        marks = [report.is_earlier(case) for case in report.cases]
+        assert marks == [True] * earlier + [False] * (number != 2)
+        report.files[-1].close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("hosts") for line in lines[1:]] == [None, ["node2", "node3", "node4"], None]
+    cases = load(str(path)).cases
+    assert [case.hosts for case in cases] == [["node1"], ["node2", "node3", "node4"], ["node1"]]
+    assert [case.measured for case in cases] == [
+        "2026-11-28 00:12 UTC on node1",
+        "2026-11-28 01:12 UTC on node2, node3 and 1 more",
+        "2026-11-28 03:12 UTC on node1",
+    ]
+    assert describe_runs([cases[1], cases[0]]) == (
+        f"1 case was measured {cases[0].measured}, 1 {cases[1].measured}"
+    )
+    assert describe_runs(cases[:1]) == ""
 
 
-def test_the_load_belongs_to_the_part_that_measured(path: Path) -> None:
-    """Part 0 ends normally, part 1 is interrupted, and a later run measures nothing."""
-    first = report_at(path, 1)
-    first.finish("failed", others=[[1.9, 2]])
-    first.files[-1].close()
-    for n in (1, 2):
-        resumed = begin(path)
-        resumed.start(resume=True)
-        resumed.add(Case(key={"n": n}, ranks=[0]))
-        if n == 2:
-            resumed.finish("complete", others=[[0.1, 2]])
-        resumed.files[-1].close()
+def test_the_load_belongs_to_the_run_that_measured(path: Path) -> None:
+    """Run 0 ends normally, run 1 is interrupted, and run 3 measures nothing."""
+    for number in range(4):
+        report = begin(path)
+        report.started_at = str(number)
+        report.start(resume=True)
+        if number < 3:
+            report.add(Case(key={"n": number}, ranks=[0]))
+        if number in (0, 2):
+            report.finish("complete", others=[[number, 2]])
+        report.files[-1].close()
     again = begin(path)
     again.start(resume=True)
     again.finish("complete", answer=["it measured nothing"])
     loaded = load(str(path))
-    assert loaded.others == {0: [[1.9, 2]], 2: [[0.1, 2]]}
+    assert {start: end["others"] for start, end in loaded.ends.items()} == {
+        "0": [[0, 2]],
+        "2": [[2, 2]],
+    }
     assert loaded.end == {"answer": ["it measured nothing"]}
 
 
-def test_each_case_belongs_to_a_part_of_a_resumed_report(path: Path) -> None:
-    """A part has its start time, hosts and arguments. A run that measures nothing adds no part."""
-    first = begin(path, hosts=["node1"])
-    first.argv = ["x.py", "--iters", "3", "--json", "r.jsonl"]
-    first.started_at = "2026-11-28T03:12:05+00:00"
-    first.start()
-    first.add(Case(key={"n": 0}, ranks=[0]))
+def test_modules_that_are_imported_or_edited_during_a_run(path: Path) -> None:
+    """A module that was imported late is compared later, too. A file that changed during the run
+    ends the report."""
+    first = report_at(path, 1, contents={"x.py": "1"})
+    assert first.contents_at_end({"x.py": "1"}) == {}
+    end = first.contents_at_end({"x.py": "1", "late": "2"})
+    assert end == {"contents": {"late": "2"}}
+    first.finish("complete", **end)
     first.files[-1].close()
-    begin(path, hosts=["node2"]).start(resume=True)
-    resumed = begin(path, hosts=["node2", "node3", "node4"])
-    resumed.argv = ["x.py", "--iters", "50", "--json", "r.jsonl", "--resume"]
-    resumed.start(resume=True)
-    assert resumed.remarks == [
-        "1 case was measured earlier, 2026-11-28 03:12 UTC on node1, "
-        "by x.py --iters 3 --json r.jsonl"
-    ]
-    resumed.add(Case(key={"n": 1}, ranks=[0]))
-    assert [resumed.is_earlier(case) for case in resumed.cases] == [True, False]
-    lines = path.read_text().splitlines()
-    assert len(lines) == 4
-    assert '"part"' not in lines[1] + lines[3]
-    resumed.files[-1].close()
-    done = load(str(path))
-    assert [case.part for case in done.cases] == [0, 1]
-    assert done.part_entry(0, "argv") == first.argv
-    assert done.part_entry(1, "argv") == resumed.argv
-    assert done.when_and_where(0) == "2026-11-28 03:12 UTC on node1"
-    assert done.when_and_where(1).endswith(" UTC on node2, node3 and 1 more")
-    again = begin(path, hosts=["node2"])
-    again.start(resume=True)
-    again.add(Case(key={"n": 0}, ranks=[0]))  # it replaces the earlier one
-    assert [case.part for case in load(str(path)).cases] == [1, 2]
+    with pytest.raises(ValueError, match="has other contents of late: the results"):
+        begin(path, contents={"x.py": "1", "late": "3"}).start(resume=True)
+    second = begin(path, contents={"more": "1"})
+    second.start(resume=True)
+    end = second.contents_at_end({"more": "1", "late": "3", "x.py": "0"})
+    assert end == {"contents": {"late": "2", "more": "1"}, "changed": ["late", "x.py"]}
+    second.finish("complete", **end)
+    second.files[-1].close()
+    with pytest.raises(
+        ValueError, match=r"late, x\.py changed while it was measured; give another"
+    ):
+        begin(path).start(resume=True)
 
 
 def test_a_disk_that_is_full_at_the_first_line(path: Path) -> None:

@@ -132,6 +132,7 @@ def test_sessions(
         hosts = {"hosts": [about.get("host", "vm")]}
         path = tmp_path / f"{number}.jsonl"
         (one,) = load([write(path, case("x"), started_at=text, environment=hosts)])
-        one.finished_at = f"2026-01-01T{about['end']}:00+00:00" if "end" in about else None
+        end = f"2026-01-01T{about['end']}:00+00:00" if "end" in about else None
+        one.ends = {one.started_at: {"finished_at": end}}
         side.append((one, next(iter(one.rows.values()))))
     assert sessions_of(side, range(len(side))) == (groups, is_known)
