@@ -18,8 +18,10 @@ Traces of several ranks also show which ranks the other ranks wait for, and how 
 are without this waiting time. See docs/profile.md.
 """
 
+import re
 import sys
 import zlib
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,11 +30,11 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.show import DAMAGE, clean, put, show_table
-from analysis.traces import bandwidth, calls, kineto  # first: it reports a missing package
+from analysis.traces import bandwidth, calls, kineto, receives
 from analysis.traces.bandwidth import Row
 from analysis.traces.calls import Group, Waiting
 from analysis.traces.kineto import Activity, Cover, Span, Step, Trace, union
-from harness import cli, report
+from harness import cli, files, report
 from harness.isolated import collective_times
 
 # isort: split
@@ -49,38 +51,62 @@ EXPECTED = "expected a trace of torch.profiler, e.g. by export_chrome_trace('ran
 # -- files -----------------------------------------------------------------------------------------
 
 
-def files_in(words: Sequence[str]) -> dict[str, bool]:
-    """File -> whether it was found in a folder. Raises ValueError for a folder without traces."""
-    files: dict[str, bool] = {}
+# The files that `--profile` of this project's scripts writes: a case, and a rank
+OWN = re.compile(r"(.+-[0-9a-f]{8})-rank\d+\.json(\.gz)?$")
+
+
+def files_in(words: Sequence[str]) -> tuple[dict[str, bool], list[str]]:
+    """File -> whether it was found in a folder, and remarks on files that were left out.
+
+    Raises ValueError for a folder without traces, or with too many files.
+    """
+    found: dict[str, bool] = {}
+    lines = []
     for word in words:
         if not Path(word).is_dir():
-            files[word] = False
+            found[word] = False
             continue
-        inside = sorted(Path(word).iterdir())
-        found = [str(path) for path in inside if path.name.endswith((".json", ".json.gz"))]
-        if not found:
-            folders = [path.name for path in inside if path.is_dir()]
-            hint = f"; its folders are {cli.cut(folders, 4)}" if folders else ""
-            raise ValueError(f"{word}: expected a folder with .json or .json.gz{hint}")
-        files |= dict.fromkeys(found, True)
-    return files
+        traces, others = list[Path](), list[str]()
+        for path in files.files_of(word):
+            if path.name.endswith((".json", ".json.gz")) and not files.kind_of(path):
+                traces.append(path)
+            elif ".json" in path.name:
+                others.append(f"left out {path}: {files.kind_of(path) or 'compressed'}")
+        if not traces:
+            folders = sorted(path.name for path in Path(word).iterdir() if path.is_dir())
+            hints = [f"its folders are {cli.cut(folders, 4)}"] if folders else others[:4]
+            expected = "expected a folder with .json or .json.gz"
+            raise ValueError("; ".join([f"{word}: {expected}", *hints]))
+        files.check_total(word, traces)
+        found |= dict.fromkeys(map(str, traces), True)
+        lines += others
+    return found, lines
 
 
-def read_all(files: Mapping[str, bool]) -> tuple[list[Trace], list[str]]:
+def by_case(found: Mapping[str, bool]) -> dict[str, dict[str, bool]]:
+    """The files of each case of this project's scripts; all other files belong to one job, ""."""
+    cases: dict[str, dict[str, bool]] = {}
+    for path, in_folder in found.items():
+        own = OWN.match(Path(path).name)
+        cases.setdefault(own[1] if own else "", {})[path] = in_folder
+    return cases
+
+
+def read_all(found: Mapping[str, bool]) -> tuple[list[Trace], list[str]]:
     """The traces, and remarks on files that were left out.
 
     Raises ValueError with a message of one line.
     """
     traces, lines = [], []
     with tqdm(
-        total=sum(size_of(path) for path in files),
+        total=sum(size_of(path) for path in found),
         unit="B",
         unit_scale=True,
         leave=False,
         disable=None,  # unless stderr is a terminal
     ) as bar:
         before = 0
-        for path, in_folder in files.items():
+        for path, in_folder in found.items():
             size = size_of(path)
             bar.set_description(clean(Path(path).name, 40))
 
@@ -99,6 +125,8 @@ def read_all(files: Mapping[str, bool]) -> tuple[list[Trace], list[str]]:
                 what = f"events of an unknown form: {cli.describe(error)}"
                 raise ValueError(f"{path}: {EXPECTED}, got {what}") from None
             before += size
+    if not traces:
+        raise ValueError(f"{EXPECTED}, got none; {cli.cut(lines, 4)}")
     return traces, lines
 
 
@@ -125,13 +153,16 @@ def by_rank(traces: Sequence[Trace]) -> tuple[dict[int, Trace], list[str]]:
     if unknown and len(unknown) < len(used):
         what = "expected a rank in the trace or in the file's name, as in the other files"
         raise ValueError(f"{unknown[0].path}: {what}, got none; e.g. rank0.json.gz")
+    if len(unknown) > 1:
+        names = [f"{number} is {Path(trace.path).name}" for number, trace in enumerate(unknown)]
+        lines.append(f"no file contains its rank; ranks are numbers of files: {cli.cut(names)}")
     found: dict[int, Trace] = {}
     for number, trace in enumerate(used):
         rank = number if trace.rank is None else trace.rank
         if rank in found:
             what = f"expected one trace per rank, got another one of rank {rank}"
             raise ValueError(f"{trace.path}: {what}; see {found[rank].path}")
-        found[rank] = trace._replace(rank=rank)
+        found[rank] = trace._replace(rank=rank, numbered=bool(unknown) and len(unknown) > 1)
     return dict(sorted(found.items())), lines
 
 
@@ -230,9 +261,9 @@ def show_groups(
             spans = [(call.activity.start, call.activity.end) for call in own]
             whole, exposed = exposed_ms(spans, computing[rank], steps)
             cells = [f"{number:.5g}" for number in (len(own) / len(steps), whole, exposed)]
-            if one := waits.get(rank):
+            if (one := waits.get(rank)) and one.steps:
                 for by_step in map(calls.ms_by_step, (one.waits, one.late)):
-                    cells.append(f"{sum(by_step.values()) / len(steps):.5g}")
+                    cells.append(f"{sum(by_step.values()) / len(one.steps):.5g}")
             else:
                 cells += ["-", "-"]
             rows.append([group.name or "not named", short_ranks(group.ranks), rank, *cells])
@@ -326,15 +357,11 @@ def show_collectives(
         rows, remarks = bandwidth.rows_of(groups, traces, alone, ranks_per_node)
         show_bandwidths(rows)
         lines += remarks
-        if together := calls.total(waiting):
-            lengths = {}
-            for rank in together:
-                steps = traces[rank].steps
-                lengths[rank] = {step.name: (step.end - step.start) / 1e3 for step in steps}
-            late = {rank: calls.ms_by_step(one.late) for rank, one in together.items()}
-            where = {rank: one.where for rank, one in together.items()}
-            hosts = {rank: trace.host for rank, trace in traces.items()}
-            lines.append(calls.sentence(late, where, lengths, hosts))
+        if found := receives.receives_of(groups, traces):
+            header = ["rank", "receives/step", "ms", "step (%)", "waits (ms)", "for rank"]
+            put(show_table(header, receives.rows_of(found, traces), NUMBERS) + "\n")
+            lines += receives.sentences(found, traces)
+        lines += calls.conclude(groups, waiting, traces)
         if alone is not None:
             lines.append(bandwidth.sentence(rows))
     return lines
@@ -357,25 +384,40 @@ def main() -> int:
         if args.output:
             cli.refuse_foreign(args.output)
         alone = read_alone(args.against) if args.against else None
-        every, left_out = read_all(files_in(args.trace))
-        traces, more = by_rank(every)
+        found, lines = files_in(args.trace)
+        cases = by_case(found)
+        if args.output and len(cases) > 1:
+            raise ValueError(f"-o draws one case, got {len(cases)}: {cli.cut(list(cases), 2)}")
+        for number, (case, its_files) in enumerate(cases.items()):
+            if len(cases) > 1:
+                put(f"\n# {case or 'other files'}\n" if number else f"# {case or 'other files'}\n")
+            for line in [*lines, *show_case(its_files, alone, args)]:
+                put(f"# {line}")
+            lines = []
     except (ValueError, OSError) as error:
         parser.error(clean(error, 1000))
+    return 0
+
+
+def show_case(
+    found: Mapping[str, bool], alone: bandwidth.IsolatedTimes | None, args: Namespace
+) -> list[str]:
+    """Print the tables of a job, and draw its step. Returns the lines to print below them.
+
+    Raises ValueError or OSError with a message of one line.
+    """
+    every, lines = read_all(found)
+    traces, more = by_rank(every)
     show_shares(traces.values())
-    lines = [*left_out, *more]
+    lines += more
     for rank, trace in traces.items():
         lines += [f"rank {rank}: {remark}" for remark in trace.remarks]
         if line := dominating_call(trace):
             lines.append(f"rank {rank}: {line}")
     lines += show_collectives(traces, alone, args.gpus_per_node)
-    for line in lines:
-        put(f"# {line}")
     if args.output:
-        try:
-            draw(traces, args.output)
-        except OSError as error:
-            parser.error(cli.describe(error))
-    return 0
+        draw(traces, args.output)
+    return lines
 
 
 if __name__ == "__main__":

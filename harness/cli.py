@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, TextIO
 
+from harness import files
+
 STARTED_S = time.monotonic()  # scripts import this module first, before torch
 TURN = "TORCHRUN_BENCH_TURN"  # set by ab.py --interleave to two named pipes, THIS_COMMAND:OTHER
 TOKEN = b"."  # sent through these pipes to pass the turn on
@@ -491,9 +493,11 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 def refuse_foreign(path: str) -> None:
-    """Raise ValueError if a page or picture would overwrite a file that this project did not write.
-    Its own files contain GENERATOR near their start or end."""
-    if not os.path.isfile(path):  # does not exist, or is a device
+    """Raise ValueError if a page or picture would overwrite a file that this project did not write,
+    or would be written to a pipe or a device. Its own files contain GENERATOR near their start or
+    end."""
+    files.check_regular(path)
+    if not os.path.isfile(path):
         return
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -10,6 +10,7 @@ from harness.cli import show_size
 from harness.report import Case, Report
 
 MAX_SIZE_RATIO = 4.0  # maximum ratio of two sizes between which `interpolate` interpolates
+ROUNDED = 1.05  # times as much, for sizes that were rounded to a multiple of the number of ranks
 Layout = tuple[int, ...]  # number of ranks of a group on each of its hosts, the largest first
 TimesBySize = dict[int, Estimate]  # seconds, by size in bytes
 IsolatedTimes = Mapping[tuple[str, Layout, str], TimesBySize]  # by collective, layout and dtype
@@ -36,10 +37,10 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
             raise ValueError(f"no size is measured, and {wanted} are needed")
         ends = f"{show_size(min(times))} to {show_size(max(times))}"
         raise ValueError(f"{wanted} are outside of the measured sizes, {ends}")
-    if above > MAX_SIZE_RATIO * below:
-        ends = f"{show_size(below)} and {show_size(above)}"
+    if above > MAX_SIZE_RATIO * ROUNDED * below:
+        ends = f"{below:,} and {above:,}"
         limit = f"more than a factor of {MAX_SIZE_RATIO:g} apart"
-        raise ValueError(f"{wanted} are between the measured sizes {ends}, which are {limit}")
+        raise ValueError(f"{size:,.10g} bytes are between the measured {ends}, which are {limit}")
     a, b = times[below], times[above]
     weight = (size - below) / (above - below)
     return total([a * (1 - weight), b * weight])

@@ -74,7 +74,7 @@ class Sample:
     seconds: float  # time of the rank with the shortest call
     size_bytes: int | None
     dtype: str
-    weight: float = 1.0  # 1 / ranks if the calls of the ranks are not matched
+    weight: float = 1.0  # below 1 if the calls of the ranks are not matched
     alone: Estimate | None = None  # seconds in isolation
     dtype_alone: str = ""  # the dtype with which that was measured
     why: str = ""  # why the call cannot be compared
@@ -105,7 +105,7 @@ def rows_of(
         for operation in sorted(
             {call.about.name for of_rank in group.calls.values() for call in of_rank}
         ):
-            samples = timed(group, operation)
+            samples = timed(group, operation, traces)
             if alone is not None:
                 for sample in samples:
                     compare(sample, alone, operation, layout)
@@ -128,19 +128,19 @@ def remarks_on_waiting(rows: Sequence[Row]) -> list[str]:
     """Remarks on times that include waiting for other ranks."""
     lines = []
     for matched, why in (
-        (True, "some ranks of a group have no trace"),
-        (False, "their calls cannot be matched between ranks"),
+        (True, "because some ranks of a group have no trace"),
+        (False, "which is known only for collectives"),
     ):
         of = [
             row.operation for row in rows if row.waiting and (row.operation in MATCHED) == matched
         ]
         if of:
             names = cut(list(dict.fromkeys(of)), 4)
-            lines.append(f"times of {names} include waiting for other ranks, because {why}")
+            lines.append(f"times of {names} include waiting for other ranks, {why}")
     return lines
 
 
-def timed(group: Group, operation: str) -> list[Sample]:
+def timed(group: Group, operation: str, traces: Mapping[int, Trace]) -> list[Sample]:
     """The calls of an operation, with their times."""
     samples = []
     for matched in group.matched.get(operation, ()):
@@ -150,10 +150,12 @@ def timed(group: Group, operation: str) -> list[Sample]:
         samples.append(Sample(shortest.us / 1e6, size, shortest.about.dtype))
     if operation in group.matched:
         return samples
-    for calls in group.of(operation).values():
+    for rank, calls in group.of(operation).items():
+        # all steps of the rank, also those that were not compared
+        weight = group.steps / len(traces[rank].steps) / len(group.calls)
         for call in calls:
             size = size_of(call, group.size)
-            samples.append(Sample(call.us / 1e6, size, call.about.dtype, 1 / len(group.calls)))
+            samples.append(Sample(call.us / 1e6, size, call.about.dtype, weight))
     return samples
 
 

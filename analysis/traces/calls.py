@@ -21,6 +21,7 @@ from harness.cli import cut
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 MATCHED = (*SYNCHRONIZING, "broadcast", "reduce", "gather", "scatter")  # called by every rank
 LATE = 0.05  # share of a step: a rank is named if the other ranks wait longer than this for it
+MANY = 3  # steps: with fewer, nothing is said of most steps
 SEQ = "torch 2.12 and later number them (Seq)"
 
 
@@ -53,8 +54,9 @@ class Group:
     ranks: str  # `[0, 1]`; empty if unknown
     size: int | None  # number of ranks; None if unknown
     calls: dict[int, list[Call]]  # by rank
-    steps: int  # number of steps that the traces of all these ranks contain
+    steps: int  # number of steps that were compared, or else that all these traces contain
     comparable: bool  # whether all traces are known to be of the same group
+    compared: dict[int, list[str]]  # by rank: the steps that were compared, if any; see `match`
     matched: dict[str, list[Matched]] = field(default_factory=dict)  # by operation
     remarks: list[str] = field(default_factory=list)
 
@@ -91,9 +93,11 @@ def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
         if not known and len(sizes) == 1 and not ranks:
             known = {*sizes}
         size = known.pop() if len(known) == 1 else None
-        group = Group(name, ranks, size, dict(calls), steps, bool(ranks) or have_all)
+        group = Group(name, ranks, size, dict(calls), steps, bool(ranks) or have_all, {})
         if group.comparable:
             match(group)
+            group.compared = compared_steps(group, traces)
+            group.steps = min(map(len, group.compared.values())) or steps
         groups.append(group)
     return groups
 
@@ -151,10 +155,30 @@ def pair(by_rank: Mapping[int, Sequence[Call]]) -> Iterator[Matched]:
         yield dict(zip(ordered, calls, strict=True))
 
 
+def compared_steps(group: Group, traces: Mapping[int, Trace]) -> dict[int, list[str]]:
+    """The steps of each rank in which its calls are compared with those of the other ranks.
+
+    These are the steps with matched calls, and those without calls that all traces contain.
+    """
+    common = set.intersection(*({step.name for step in traces[rank].steps} for rank in group.calls))
+    compared = {}
+    for rank, calls in group.calls.items():
+        of_all = {call.step for call in calls if call.about.name in MATCHED}
+        found = [every for matched in group.matched.values() for every in matched]
+        matched = {calls_of[rank].step for calls_of in found if rank in calls_of}
+        names = [step.name for step in traces[rank].steps]
+        compared[rank] = [x for x in names if x in matched or (x in common and x not in of_all)]
+    return compared
+
+
 # -- waiting ---------------------------------------------------------------------------------------
 
 
 Spans = defaultdict[str, list[Span]]  # by step, on the clock of the rank
+
+
+def spans_by_step() -> Spans:
+    return defaultdict(list)
 
 
 @dataclass
@@ -165,26 +189,42 @@ class Waiting:
     counts once.
     """
 
-    waits: Spans = field(default_factory=lambda: defaultdict(list))
-    late: Spans = field(default_factory=lambda: defaultdict(list))
+    waits: Spans = field(default_factory=spans_by_step)
+    late: Spans = field(default_factory=spans_by_step)
+    later: Spans = field(default_factory=spans_by_step)  # `late` without the first call of a group
+    first: set[str] = field(default_factory=set)  # the steps of these first calls
+    steps: dict[str, None] = field(default_factory=dict)  # those that were compared, in order
     where: Counter[str] = field(default_factory=Counter)  # lateness in ns, by operation and group
 
 
 def waiting_in(group: Group) -> dict[int, Waiting]:
     """The waiting times in a group, by rank; empty if calls cannot be compared."""
-    waiting: dict[int, Waiting] = {}
-    for operation in SYNCHRONIZING:
-        for calls in group.matched.get(operation, ()):
-            if len(calls) < 2:
-                continue
-            lateness = lateness_by_rank({rank: call.us for rank, call in calls.items()})
-            shortest = min(call.us for call in calls.values())
-            for rank, call in calls.items():
-                one, start = waiting.setdefault(rank, Waiting()), call.activity.start
-                one.waits[call.step].append((start, start + call.us - shortest))
-                one.late[call.step].append((start - lateness[rank], start))
-                one.where[f"{operation}{group.of_name}"] += round(lateness[rank] * 1e3)
+    compared = compared_calls(group)
+    first: dict[int, float] = {}  # by rank: start of its first call
+    for _, calls in compared:
+        for rank, call in calls.items():
+            first[rank] = min(call.activity.start, first.get(rank, call.activity.start))
+    waiting = {rank: Waiting(steps=dict.fromkeys(group.compared[rank])) for rank in first}
+    for operation, calls in compared:
+        lateness = lateness_by_rank({rank: call.us for rank, call in calls.items()})
+        shortest = min(call.us for call in calls.values())
+        is_first = any(call.activity.start == first[rank] for rank, call in calls.items())
+        for rank, call in calls.items():
+            one, start = waiting[rank], call.activity.start
+            one.waits[call.step].append((start, start + call.us - shortest))
+            one.late[call.step].append((start - lateness[rank], start))
+            if is_first:
+                one.first.add(call.step)
+            else:
+                one.later[call.step].append((start - lateness[rank], start))
+            one.where[f"{operation}{group.of_name}"] += round(lateness[rank] * 1e3)
     return waiting
+
+
+def compared_calls(group: Group) -> list[tuple[str, Matched]]:
+    """The calls whose lengths show which rank waits, with their operation."""
+    every = ((name, calls) for name in SYNCHRONIZING for calls in group.matched.get(name, ()))
+    return [(name, calls) for name, calls in every if len(calls) > 1]
 
 
 def ms_by_step(spans: Mapping[str, Sequence[Span]]) -> dict[str, float]:
@@ -217,24 +257,62 @@ def total(waiting: Sequence[dict[int, Waiting]]) -> dict[int, Waiting]:
     for of_group in waiting:
         for rank, one in of_group.items():
             whole = result.setdefault(rank, Waiting())
-            for into, more in ((whole.waits, one.waits), (whole.late, one.late)):
+            parts = ((whole.waits, one.waits), (whole.late, one.late), (whole.later, one.later))
+            for into, more in parts:
                 for step, spans in more.items():
                     into[step] += spans
+            whole.first |= one.first
+            whole.steps |= one.steps
             whole.where.update(one.where)
     return result
 
 
+Ms = Mapping[int, Mapping[str, float]]  # milliseconds by rank and step
+
+
+def without_start(
+    late: Ms, later: Ms, first: Mapping[int, set[str]], lengths: Ms
+) -> tuple[Ms, Ms, int | None]:
+    """Leave out the first calls if a rank is late in these only, because profilers do not start at
+    the same time on all ranks.
+
+    late, lengths: see `sentence`. later: `late` without the first calls. first: the steps of these.
+    Returns `late`, `lengths`, and the rank that is late at the start; None if nothing is left out.
+    The steps of the first calls are left out, or, if there are no others, only the first calls.
+    """
+    excess: dict[int, float] = {}
+    for rank, own in lengths.items():
+        at_start = max((late[rank].get(step, 0) for step in first[rank]), default=0)
+        margin = LATE * max(own.values(), default=0)
+        others = [late[rank].get(step, 0) for step in own if step not in first[rank]]
+        rest = max(others or [later[rank].get(step, 0) for step in own], default=0)
+        if at_start > margin and (at_start - rest > margin if others else rest <= margin):
+            excess[rank] = at_start - rest
+    if not excess:
+        return late, lengths, None
+    if all(set(own) - first[rank] for rank, own in lengths.items()):
+        later = late
+        lengths = {
+            rank: {step: ms for step, ms in own.items() if step not in first[rank]}
+            for rank, own in lengths.items()
+        }
+    kept = {rank: {step: later[rank].get(step, 0) for step in own} for rank, own in lengths.items()}
+    return kept, lengths, max(excess, key=excess.__getitem__)
+
+
 def sentence(
-    late: Mapping[int, Mapping[str, float]],
+    late: Ms,
     where: Mapping[int, Mapping[str, int]],
-    lengths: Mapping[int, Mapping[str, float]],
-    hosts: Mapping[int, str] | None = None,
+    lengths: Ms,
+    labels: Mapping[int, str],
+    compared: str = "",
 ) -> str:
     """Name the ranks for which the other ranks wait: longer than the share LATE of the mean step,
     and of most individual steps. In case of a tie, no rank is named.
 
     late: milliseconds that the other ranks wait for each rank, by step. where: its distribution
-    over operations. lengths: milliseconds of each rank's steps. hosts: the known host names.
+    over operations. lengths: milliseconds of the steps that were compared, by rank. labels: words
+    for each rank. compared: the calls that were compared, in words, unless nearly all were.
     """
     mean = {rank: fmean(lengths[rank].values()) for rank in late}
     cost = {rank: sum(by_step.values()) / len(lengths[rank]) for rank, by_step in late.items()}
@@ -251,23 +329,25 @@ def sentence(
     def is_usually_late(rank: int, other: int | None = None) -> bool:
         return 2 * late_steps(rank, other) > len(lengths[rank])
 
-    def name(rank: int) -> str:
-        host = (hosts or {}).get(rank)
-        return f"rank {rank} on {clean(host, 60)}" if host else f"rank {rank}"
+    def times(rank: int) -> str:
+        count = len(lengths[rank])
+        return f"in {late_steps(rank)} of {count} step{'s' * (count > 1)}"
 
     def ms(rank: int) -> str:
         share = f"{cost[rank] / mean[rank]:.1%}"
         return f"{cost[rank]:.5g} ms of a {mean[rank]:.5g} ms step ({share})"
 
     def each(ranks: Sequence[int]) -> str:
-        return cut([f"{ms(rank)} for {name(rank)}" for rank in ranks], 3)
+        return cut([f"{ms(rank)} for {labels[rank]}" for rank in ranks], 3)
 
     if not large:
-        return f"no rank makes the other ranks wait for more than {LATE:.0%} of a step"
+        return f"no rank makes the other ranks wait for more than {LATE:.0%} of a step{compared}"
     named = [rank for rank in large if is_usually_late(rank)]
     if not named:
-        times = f"in {late_steps(large[0])} of {len(lengths[large[0]])} steps"
-        return f"no rank is late in most steps; the other ranks wait {each(large[:1])}, {times}"
+        wait = f"the other ranks wait {each(large[:1])}, {times(large[0])}"
+        if len(lengths[large[0]]) < MANY:
+            return f"{wait}: too few steps to name a rank"
+        return f"no rank is late in most steps; {wait}"
     if 2 * len(named) > len(late):  # most ranks are late at some point: one must stand out
         first, second = named[:2]
         if cost[first] - cost[second] <= LATE * mean[first] or not is_usually_late(first, second):
@@ -277,8 +357,77 @@ def sentence(
         return f"the other ranks wait for {len(named)} ranks: {each(named)}"
     (rank,) = named
     most = max(where[rank], key=where[rank].__getitem__)
-    times = f"for more than {LATE:.0%} in {late_steps(rank)} of {len(lengths[rank])} steps"
-    return f"{name(rank)} makes the other ranks wait {ms(rank)}, {times}; mostly in {most}"
+    often = f"for more than {LATE:.0%} {times(rank)}"
+    return f"{labels[rank]} makes the other ranks wait {ms(rank)}, {often}; mostly in {most}"
+
+
+def conclude(
+    groups: Sequence[Group], waiting: Sequence[dict[int, Waiting]], traces: Mapping[int, Trace]
+) -> list[str]:
+    """Which rank the other ranks wait for, in words, and what could not be compared."""
+    together = {rank: one for rank, one in total(waiting).items() if one.steps}
+    labels = {rank: trace.label for rank, trace in traces.items()}
+    part, others = share_compared(groups, traces)
+    if not together:
+        if len(traces) < 2 or not others:
+            return []
+        return [f"which ranks wait is unknown; not compared between ranks: {others}"]
+    longest: dict[str, float] = {}  # of all ranks: the ranks that wait have the longer steps
+    for rank in together:
+        for step in traces[rank].steps:
+            ms = (step.end - step.start) / 1e3
+            longest[step.name] = max(ms, longest.get(step.name, 0))
+    lengths: Ms = {rank: {x: longest[x] for x in one.steps} for rank, one in together.items()}
+    late: Ms = {rank: ms_by_step(one.late) for rank, one in together.items()}
+    later: Ms = {rank: ms_by_step(one.later) for rank, one in together.items()}
+    first = {rank: one.first for rank, one in together.items()}
+    where = {rank: one.where for rank, one in together.items()}
+    kept, left, early = without_start(late, later, first, lengths)
+    lines = []
+    if early is not None:
+        at_start = max(late[early].get(step, 0) for step in first[early])
+        what = f"the other ranks wait {at_start:.5g} ms for {labels[early]}"
+        lines.append(f"left out the first calls of the traces, where profilers start: {what} there")
+        if not any(one.later for one in together.values()):
+            return [*lines, "which rank is late is unknown: no other calls could be compared"]
+    compared = f" in the calls that were compared ({part:.1%} of a step); not compared: {others}"
+    answer = sentence(kept, where, left, labels, compared if others else "")
+    if others and compared not in answer:
+        lines.append(f"not compared between ranks: {others}")
+    return [*lines, answer]
+
+
+def share_compared(groups: Sequence[Group], traces: Mapping[int, Trace]) -> tuple[float, str]:
+    """The share of a step in calls that show which rank waits, and the operations among the other
+    ones that take more than LATE of a step on any rank: `sendrecv (38.3% of a step)`."""
+    compared = {
+        id(call.activity)
+        for group in groups
+        for _, calls in compared_calls(group)
+        for call in calls.values()
+    }
+    shares = defaultdict[str, dict[int, float]](dict)  # by operation and rank
+    for rank, trace in traces.items():
+        names = {name for group in groups for name in group.compared.get(rank, ())}
+        steps = [step for step in trace.steps if step.name in names] or trace.steps
+        spans = defaultdict[str, list[Span]](list)
+        for one in (one for step in steps for one in step.calls):
+            name = one.collective.name if one.collective else one.name
+            spans["" if id(one) in compared else name].append((one.start, one.end))
+        length = sum(step.end - step.start for step in steps)
+        for name, of_name in spans.items():
+            shares[name][rank] = sum(end - start for start, end in union(of_name)) / length
+    mean = {name: sum(by_rank.values()) / len(traces) for name, by_rank in shares.items()}
+    part = mean.pop("", 0.0)
+    large = [name for name in mean if max(shares[name].values()) > LATE]
+    large.sort(key=lambda name: -mean[name])
+    words = []
+    for name in large:
+        most = max(shares[name], key=shares[name].__getitem__)
+        uneven = shares[name][most] > 2 * mean[name]
+        on_rank = f", {shares[name][most]:.1%} on {traces[most].label}" if uneven else ""
+        words.append(f"{clean(name, 60)} ({mean[name]:.1%} of a step{on_rank})")
+    return part, cut(words, 3)
 
 
 # -- ranks of a group ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from analysis.show import is_number
+from harness.traces import as_number
 
 # Names of communication kernels, in lower case: first libraries, then kernels of vLLM, SGLang,
 # TensorRT-LLM, FlashInfer, aiter, TransformerEngine and symmetric memory.
@@ -70,12 +70,18 @@ class Collective(NamedTuple):
     size_bytes: int | None = None  # the larger of the bytes that a rank sends and receives
     of_rank: bool = False  # size_bytes is the part of one rank, as gloo records it for all_gather
     call: tuple[Any, ...] = ()  # `Seq` and `Comms Id`, equal on all ranks; () if unknown
+    link: tuple[int, ...] = ()  # of a send or receive: from which rank to which; () if unknown
 
 
 def is_communication(name: str) -> bool:
     """Whether a kernel communicates, according to its name."""
     lower = name.lower()
     return bool(COMMUNICATION.search(lower)) and not FUSED.match(lower)
+
+
+def is_annotation(name: str) -> bool:
+    """Whether a range on the GPU is that of a collective: `nccl:_all_gather_base`."""
+    return name.startswith(("nccl:", "rccl:", "xccl:"))
 
 
 def operation_of(name: str) -> str:
@@ -95,27 +101,39 @@ def type_of(name: Any) -> tuple[str, int] | None:
 def collective_of_kernel(name: str, args: Mapping[str, Any]) -> Collective:
     """The collective described by a kernel's arguments, or by its name if it has none."""
     if "Collective name" not in args:
-        return Collective(operation_of(name))
+        return Collective(operation_of(name), link=link_of(name, args))
     group = args.get("Process Group Description", "undefined")
     if group == "undefined":
         group = args.get("Process Group Name", "")
     known = type_of(args.get("dtype"))
-    size, sent, received = None, args.get("In msg nelems"), args.get("Out msg nelems")
-    if known and is_number(sent) and is_number(received):
+    sent, received = as_number(args.get("In msg nelems")), as_number(args.get("Out msg nelems"))
+    size = None
+    if known and sent is not None and received is not None:
         size = int(max(sent, received)) * known[1]
-    members = args.get("Group size")
-    call: tuple[Any, ...] = ()
-    if is_number(args.get("Seq")) and args["Seq"] >= 0:
-        call = (args["Seq"], args.get("Comms Id"))
+    members, seq = as_number(args.get("Group size")), as_number(args.get("Seq"))
     return Collective(
         name=operation_of(str(args["Collective name"])),
         group=str(group),
         ranks=str(args.get("Process Group Ranks", "")),
-        group_size=int(members) if is_number(members) and members > 0 else None,
+        group_size=int(members) if members and members > 0 else None,
         dtype=known[0] if known else str(args.get("dtype", "")),
         size_bytes=size,
-        call=call,
+        call=(seq, str(args.get("Comms Id"))) if seq is not None and seq >= 0 else (),
+        link=link_of(str(args["Collective name"]), args),
     )
+
+
+def link_of(name: str, args: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ranks between which a message is sent, from its arguments or its name: `send 0->1`,
+    `recv 1<-0`; () if unknown."""
+    ends = as_number(args.get("Src Rank")), as_number(args.get("Dst Rank"))
+    if ends[0] is not None and ends[1] is not None and min(ends[0], ends[1]) >= 0:
+        return int(ends[0]), int(ends[1])
+    found = re.search(r"(\d+)(->|<-)(\d+)", name)
+    if not found:
+        return ()
+    own, peer = int(found[1]), int(found[3])
+    return (own, peer) if found[2] == "->" else (peer, own)
 
 
 def collective_of_gloo(name: str, args: Mapping[str, Any]) -> Collective:
@@ -124,9 +142,10 @@ def collective_of_gloo(name: str, args: Mapping[str, Any]) -> Collective:
     size, dtype = 0, ""
     for dims, kind in zip(args.get("Input Dims") or (), args.get("Input type") or (), strict=False):
         known = type_of(kind)
-        if not known or not all(is_number(dim) for dim in dims):
+        counts = [as_number(dim) if type(dim) is not list else None for dim in dims]
+        if not known or None in counts:
             return Collective(operation)
         dtype = known[0]
-        size += math.prod(int(dim) for dim in dims) * known[1]
+        size += math.prod(int(count or 0) for count in counts) * known[1]
     part = operation in ("all_gather", "gather")
     return Collective(operation, dtype=dtype, size_bytes=size or None, of_rank=part)

@@ -80,8 +80,7 @@ def test_messages_are_averaged_over_ranks(tmp_path: Path) -> None:
     ranks = [rank_of_two(0, collective("send", 4500, length, MIB)) for length in (3000, 1000)]
     paths = save_ranks(tmp_path, *ranks)
     assert bandwidths(*paths)["send"] == ["2", "1", "1M", "2", "0.5243", "0.5243", "20.1"]
-    why = "their calls cannot be matched between ranks"
-    line = f"# times of send include waiting for other ranks, because {why}"
+    line = "# times of send include waiting for other ranks, which is known only for collectives"
     assert remarks(*paths)[0] == line
 
 

@@ -1,5 +1,6 @@
 """analysis/traces/calls.py: matching calls across ranks, and which rank the others wait for."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.pure.traces import (
     collective,
     kernel,
     remarks,
+    save,
     save_ranks,
     step,
     table,
@@ -116,7 +118,187 @@ def test_which_rank_is_named(of_ranks: list[tuple[float, ...]], words: str) -> N
     late = {rank: dict(zip("abc", ms, strict=True)) for rank, ms in enumerate(of_ranks)}
     lengths = {rank: dict.fromkeys("abc", 100.0) for rank in late}
     where = {rank: {"all_gather": 1, "all_reduce": 2} for rank in late}
-    assert sentence(late, where, lengths).startswith(words)
+    labels = {rank: f"rank {rank}" for rank in late}
+    assert sentence(late, where, lengths, labels).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("late", "line"),
+    [
+        ((4, 0), "the other ranks wait 2 ms of a 20 ms step (10.0%) for rank 0, in 1 of 2 "),
+        (
+            (4, 4),
+            "rank 0 makes the other ranks wait 4 ms of a 20 ms step (20.0%), for more than 5%",
+        ),
+    ],
+)
+def test_two_steps_are_too_few_for_most_steps(late: tuple[float, ...], line: str) -> None:
+    by_rank = {0: dict(enumerate(late)), 1: {}}
+    lengths = {rank: {"0": 20.0, "1": 20.0} for rank in by_rank}
+    named = {rank: {str(step): ms for step, ms in own.items()} for rank, own in by_rank.items()}
+    labels = {0: "rank 0", 1: "rank 1"}
+    assert sentence(named, {0: {"x": 1}, 1: {}}, lengths, labels).startswith(line)
+
+
+# -- the edges of the window -----------------------------------------------------------------------
+
+
+def window(late_ms: Iterable[float], calls: int = 1) -> Events:
+    """Steps of 20 ms with a matmul and `calls` all-reduces. late_ms: how much later this rank
+    arrives at the first of them in each step."""
+    events = []
+    for number, ms in enumerate(late_ms):
+        start = 1000 + number * 20_000
+        events += step(number, start - 20, 20_000) + kernel(GEMM, start, 9000 + 1e3 * ms)
+        events += collective("allreduce", start + 9000 + 1e3 * ms, 9000 - 1e3 * ms, 100)
+        for call in range(1, calls):
+            events += collective("allreduce", start + 18_000 + 300 * call, 250, 100)
+    return events
+
+
+START = "# left out the first calls of the traces, where profilers start: the other ranks wait "
+NONE = "# no rank makes the other ranks wait for more than 5% of a step"
+
+
+@pytest.mark.parametrize(
+    ("late_ms", "calls", "lines"),
+    [
+        # one step: late in the first of 6 calls only, or in the only call
+        ([8], 6, [f"{START}8 ms for rank 1 there", NONE]),
+        ([8], 1, [f"{START}8 ms for rank 1 there", "# which rank is late is unknown: no other"]),
+        # four steps: late in the first one, or 4 ms late in the others
+        ([8, 0, 0, 0], 2, [f"{START}8 ms for rank 1 there", NONE]),
+        (
+            [8, 4, 4, 4],
+            1,
+            [f"{START}8 ms for rank 1 there", "# rank 1 makes the other ranks wait 4"],
+        ),
+        # always late in the first call of a step, which is not about the start
+        (
+            [4, 4, 4],
+            1,
+            ["# rank 1 makes the other ranks wait 4 ms of a 19.333 ms step (20.7%)"],
+        ),
+    ],
+)
+def test_a_rank_that_is_late_where_profilers_start(
+    late_ms: list[float], calls: int, lines: list[str], tmp_path: Path
+) -> None:
+    ranks = [window([0] * len(late_ms), calls), window(late_ms, calls)]
+    found = remarks(*save_ranks(tmp_path, *ranks))
+    assert len(found) == len(lines)
+    assert all(map(str.startswith, found, lines)), found
+
+
+def renumbered(events: Events, by: int) -> Events:
+    """The same steps with other numbers."""
+    changed = []
+    for event in events:
+        name, _, number = event["name"].partition("#")
+        changed.append(event | ({"name": f"{name}#{int(number) + by}"} if number else {}))
+    return changed
+
+
+def test_windows_that_overlap_in_two_of_four_steps(tmp_path: Path) -> None:
+    """Rank 1 is 4 ms late in both steps that were compared."""
+    ranks = [window([0] * 4), renumbered(window([4] * 4), 2)]
+    paths = save_ranks(tmp_path, *ranks)
+    assert columns(*paths) == {"0": ["4", "0"], "1": ["0", "4"]}
+    line = (
+        "# rank 1 makes the other ranks wait 4 ms of a 20 ms step (20.0%), for more than 5% in 2 of"
+    )
+    assert remarks(*paths)[-1].startswith(f"{line} 2 steps")
+
+
+def test_steps_without_communication_count(tmp_path: Path) -> None:
+    """Gradient accumulation: every other step of 20 ms has no all-reduce. 4 ms in two of four steps
+    are 2 ms of a mean step."""
+
+    def rank(late: float) -> Events:
+        events = window([late] * 4)
+        for event in events:
+            inside = event["ts"] % 40_000 >= 20_000 and event["cat"] != "user_annotation"
+            if inside and event["args"].get("stream") == 20:
+                event["args"] = {"stream": 7, "correlation": event["args"]["correlation"]}
+                event["name"] = GEMM
+        return events
+
+    paths = save_ranks(tmp_path, rank(0), rank(4))
+    assert columns(*paths) == {"0": ["2", "0"], "1": ["0", "2"]}
+
+
+# -- calls that are not compared -------------------------------------------------------------------
+
+SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def stage(*parts: tuple[float, float, dict[str, Any]], steps: int = 3) -> Events:
+    """Steps of 40 ms: a message at the given time for the given time, and an all-reduce of 0.2 ms
+    at the end."""
+    events = []
+    for number in range(steps):
+        start = number * 40_000 + 1000
+        events += step(number, start - 20, 40_000) + kernel(GEMM, start, 10)
+        for at, length, args in parts:
+            events += kernel(SEND, start + at, length, 33, **args)
+        events += collective("allreduce", start + 39_700, 200, 1000)
+    return events
+
+
+def message(source: int, rank: int, name: str) -> dict[str, Any]:
+    about = {"Collective name": name, "Process Group Name": "pp", "Src Rank": source}
+    return about | {"Dst Rank": rank, "Process Group Ranks": "[0, 1, 2]", "Group size": 3}
+
+
+def table_of_receives(*paths: str) -> list[list[str]]:
+    rows = table(*paths)
+    first = next(n for n, row in enumerate(rows) if row[:2] == ["rank", "receives/step"])
+    return [row for row in rows[first + 1 :] if not row[0].startswith("#")]
+
+
+def test_a_stage_waits_in_its_receive(tmp_path: Path) -> None:
+    """Kernels without arguments, in a job of two ranks: rank 1 receives from the beginning, rank 0
+    sends after 30 ms."""
+    about = {"pg_config": [{"pg_name": "1", "pg_size": 2, "ranks": [0, 1]}], "world_size": 2}
+    paths = []
+    for rank, events in enumerate([stage((30_010, 300, {})), stage((10, 30_300, {}))]):
+        info = about | {"rank": rank}
+        paths.append(save(tmp_path / f"{rank}.json", events, distributedInfo=info))
+    # steps of 40, 40 and 39.9 ms; 30.3 and 0.3 of 39.967 ms are 38.3% on average
+    assert table_of_receives(*paths) == [
+        ["0", "1", "0.3", "0.8", "0", "-"],
+        ["1", "1", "30.3", "75.8", "30", "0"],
+    ]
+    assert remarks(*paths)[1:] == [
+        "# rank 1 waits 30 ms of a 39.967 ms step (75.1%) in receives from rank 0",
+        f"{NONE} in the calls that were compared (0.5% of a step); not compared: "
+        "sendrecv (38.3% of a step)",
+    ]
+
+
+def test_messages_that_state_their_ranks(tmp_path: Path) -> None:
+    """Rank 1 waits 8 ms for rank 0, and rank 2 waits 19 ms for rank 1."""
+    first, second = message(0, 1, "send"), message(1, 2, "send")
+    received = [one | {"Collective name": "recv"} for one in (first, second)]
+    paths = save_ranks(
+        tmp_path,
+        stage((8010, 1000, first)),
+        stage((10, 9000, received[0]), (20_000, 1000, second)),
+        stage((1000, 20_000, received[1])),
+    )
+    assert table_of_receives(*paths) == [
+        ["0", "0", "0", "0.0", "-", "-"],
+        ["1", "1", "9", "22.5", "8", "0"],
+        ["2", "1", "20", "50.0", "19", "1"],
+    ]
+
+
+def test_messages_whose_ranks_are_unknown(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, *[stage((10, 9000 * rank + 100, {})) for rank in range(3)])
+    assert [row[-2:] for row in table_of_receives(*paths)] == [["-", "-"]] * 3
+    lines = remarks(*paths)
+    assert any("for which rank they wait is unknown" in line for line in lines)
+    assert "not compared: sendrecv (22.8% of a step)" in lines[-1]
 
 
 def test_waiting_in_two_calls_at_once_counts_once(tmp_path: Path) -> None:
@@ -167,9 +349,14 @@ def gathers(dropped: bool = False, numbered: bool = True, windows: int = 0) -> E
 def test_calls_are_matched_by_seq(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, gathers(), gathers(dropped=True))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
+    # rank 0's steps take 50, 50 and 37 ms, of which the three calls of 9 ms were left out; those of
+    # rank 1 take 50, 50 and 25 ms. 11 ms a step were compared: 33/137 and 33/125
+    compared = (
+        "in the calls that were compared (25.2% of a step); not compared: all_gather (9.9% of"
+    )
     assert remarks(*paths) == [
         "# left out 3 calls of dp that some traces do not contain",
-        "# no rank makes the other ranks wait for more than 5% of a step",
+        f"# no rank makes the other ranks wait for more than 5% of a step {compared} a step)",
     ]
 
 

@@ -12,8 +12,10 @@ FOLDERS = ("benchmarks", "common", "harness", "analysis", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 # What analysis/ may import besides its own modules, because it runs without torch
-SHARED = [f"harness.{name}" for name in ("report", "cli", "contents", "cpu_load", "isolated")] + [
-    "common.stats"
+MODULES = ("report", "cli", "contents", "cpu_load", "files", "isolated", "traces")
+SHARED = [
+    *(f"harness.{name}" for name in MODULES),
+    "common.stats",
 ]
 ALLOWED = {
     "benchmarks": ("common.", "harness.", "benchmarks.workloads."),

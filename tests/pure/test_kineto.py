@@ -2,7 +2,9 @@
 
 import cProfile
 import json
+import os
 import pstats
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,18 @@ from analysis import trace
 from analysis.traces import kineto
 from analysis.traces.collective import operation_of
 from tests.large_trace import events as large
-from tests.pure.traces import GEMM, collective, kernel, mean, refusal, remarks, save, step, table
+from tests.pure.traces import (
+    GEMM,
+    Events,
+    collective,
+    kernel,
+    mean,
+    refusal,
+    remarks,
+    save,
+    step,
+    table,
+)
 
 COMMUNICATE = [
     "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)",
@@ -140,7 +153,7 @@ def test_a_long_gap_is_not_taken_as_the_duration() -> None:
     assert line.endswith("by up to 5 ms; cut: k")
 
 
-@pytest.mark.parametrize("length", ["NaN", "-400", "Infinity", "null", '"7"', "1e400"])
+@pytest.mark.parametrize("length", ["NaN", "-400", "Infinity", "null", '"x"', "1e400"])
 def test_an_event_with_an_impossible_duration_is_left_out(length: str, tmp_path: Path) -> None:
     events = [*kernel(GEMM, 0, 10), *kernel("broken", 20, 12345), *kernel(GEMM, 90, 10)]
     path = Path(save(tmp_path / "rank3.json", events))
@@ -149,6 +162,84 @@ def test_an_event_with_an_impossible_duration_is_left_out(length: str, tmp_path:
     (line,) = remarks(str(path))
     assert line.startswith("# rank 3: left out 1 event with an impossible duration (")
     assert line.endswith("): broken")
+
+
+def test_events_that_are_in_the_file_twice(tmp_path: Path) -> None:
+    once, twice = (save(tmp_path / f"{n}.json", healthy() * n) for n in (1, 2))
+    assert mean(twice) == mean(once) | {"rank": "2"}
+    assert remarks(twice)[0] == "# rank 2: left out 6 events that the file contains twice"
+    operator = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 1,
+        "tid": 1,
+        "ts": 1,
+        "dur": 5,
+    }
+    gloo = operator | {"cat": "user_annotation", "name": "gloo:barrier", "tid": 2}
+    path = save(tmp_path / "4.json", [operator, gloo] * 2)
+    assert remarks(path)[0] == "# rank 4: left out 1 event that the file contains twice"
+
+
+def test_a_missing_step_does_not_lengthen_its_neighbor(tmp_path: Path) -> None:
+    """Without the range of step 1, step 0 ends with its last kernel: after 1 ms, not 2.4."""
+    events = [event for event in healthy() if event["name"] != "ProfilerStep#1"]
+    rows = table(save(tmp_path / "0.json", events))
+    assert [row[1:3] for row in rows if row[1:] and row[1].startswith("Prof")] == [
+        ["ProfilerStep#0", "1.000"],
+        ["ProfilerStep#2", "1.000"],
+    ]
+
+
+@pytest.mark.parametrize("wanted", [["ProfilerStep#0", "ProfilerStep#1"], ["step 0", "step 1"]])
+def test_a_last_step_without_its_kernels_is_left_out(wanted: list[str], tmp_path: Path) -> None:
+    """The third step has lost one of its two kernels."""
+    events = healthy()[:-2]
+    if wanted[0] == "step 0":
+        events = [e | {"name": e["name"].partition("#")[0]} for e in events]
+        events = [e | {"name": e["name"].replace("ProfilerStep", "step")} for e in events]
+    rows = table(save(tmp_path / "0.json", events))
+    assert [row[1] for row in rows if len(row) == 8 and row[0] == "0"] == ["mean of 2", *wanted]
+    line = "left out the last step, (ProfilerStep#2|step): the trace has lost its kernels"
+    assert re.fullmatch(f"# rank 0: {line}", remarks(str(tmp_path / "0.json"))[0])
+
+
+# -- copies by the copy engine ---------------------------------------------------------------------
+
+
+def by_copy_engine(name: str, copy: str, stream: int, more: Events) -> Events:
+    """A collective of 8 ms in which two copies of 4 ms run, and then a matmul of 2 ms."""
+    events = kernel(copy, 10, 4000, 20) + kernel(copy, 4010, 4000, 20) + more
+    for event in events:
+        if event["name"] == copy:
+            event["cat"] = "gpu_memcpy"
+    span = {"ph": "X", "cat": "gpu_user_annotation", "pid": 0, "ts": 10, "dur": 8000}
+    about = {"name": name, "tid": stream, "args": {"device": 0, "stream": stream}}
+    return [*kernel(GEMM, 8010, 2000), *events, span | about]
+
+
+@pytest.mark.parametrize(
+    ("name", "copy", "stream", "more", "shares"),
+    [
+        ("nccl:_all_gather_base", "Memcpy DtoD (Device -> Device)", 20, [], ["80.0", "0.0"]),
+        ("rccl:all_gather", "CopyDeviceToDevice", 20, [], ["80.0", "0.0"]),
+        # a kernel of the same range
+        ("nccl:all_gather", "Memcpy DtoD", 20, kernel("ncclKernel", 8000, 10, 20), ["80.0", "0.0"]),
+        # a range of something else, and one on another stream: 2 ms of computing are the step
+        ("Optimizer.step#SGD", "Memcpy DtoD (Device -> Device)", 20, [], ["0.0", "0.0"]),
+        ("nccl:_all_gather_base", "Memcpy DtoD (Device -> Device)", 7, [], ["0.0", "0.0"]),
+    ],
+)
+def test_copies_in_a_collective_communicate(
+    name: str, copy: str, stream: int, more: Events, shares: list[str], tmp_path: Path
+) -> None:
+    path = save(tmp_path / "0.json", by_copy_engine(name, copy, stream, more))
+    row = mean(path)
+    assert [row["exposed (%)"], row["idle (%)"]] == shares
+    calls = [row for row in table(path) if row[:2] == ["not named", "all_gather"]]
+    assert len(calls) == (shares[0] != "0.0" and not more)
+    assert all(row[3] == "1" for row in calls)  # one call, not two copies
 
 
 # -- other accelerators ----------------------------------------------------------------------------
@@ -185,6 +276,17 @@ def test_the_text_is_read_event_by_event() -> None:
     assert parsed(raw)[0] == [{"ph": "X", "name": "\x07"}]
 
 
+def test_other_forms_of_a_trace(tmp_path: Path) -> None:
+    """A bare list of events, and numbers that are written as text."""
+    text = json.dumps(healthy())
+    path = tmp_path / "rank0.json"
+    path.write_text(text)
+    expected = mean(save(tmp_path / "rank00.json", healthy()))
+    assert mean(str(path)) == expected
+    path.write_text(re.sub(r'("(ts|dur|In msg nelems)": )(\d+)', r'\1"\3"', text))
+    assert mean(str(path)) == expected
+
+
 @pytest.mark.parametrize("end", range(1, 63))
 def test_a_trace_that_is_cut_off(end: int) -> None:
     whole = '{"a": 1, "traceEvents": [{"ph": "X"}, {"ph": "M"}], "b": [2] }'
@@ -194,7 +296,8 @@ def test_a_trace_that_is_cut_off(end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "7", '{"a": 1}', '{"traceEvents": 7}', '{"traceEvents": {"a": 1}}']
+    "text",
+    ["[]", "[7]", '[{"a": 1}]', "7", '{"a": 1}', '{"traceEvents": 7}', '{"traceEvents": {"a": 1}}'],
 )
 def test_json_that_is_not_a_trace(text: str) -> None:
     with pytest.raises(kineto.NotATrace, match="JSON without traceEvents"):
@@ -266,6 +369,72 @@ def test_a_folder_of_traces(tmp_path: Path) -> None:
     assert f"{tmp_path}: expected a folder with .json or .json.gz; its folders are a" in refusal(
         str(tmp_path)
     )
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "loss.json"])
+def test_a_folder_without_a_trace_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"loss": 2.1}' if name == "metrics.json" else "[2.1]")
+    line = refusal(str(tmp_path))
+    assert line.endswith(f"got none; left out {tmp_path}/{name}: JSON without traceEvents")
+
+
+def test_a_folder_with_a_pipe_and_a_compressed_file(tmp_path: Path) -> None:
+    """Both are left out with a line. Without a trace beside them, the folder is refused."""
+    os.mkfifo(tmp_path / "rank1.json")
+    (tmp_path / "rank2.json.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    left_out = [
+        f"left out {tmp_path}/rank1.json: a pipe",
+        f"left out {tmp_path}/rank2.json.zst: compressed",
+    ]
+    assert f"expected a folder with .json or .json.gz; {left_out[0]}" in refusal(str(tmp_path))
+    save(tmp_path / "rank0.json", healthy())
+    assert remarks(str(tmp_path))[:2] == [f"# {line}" for line in left_out]
+    assert "expected a regular file, got a pipe" in refusal(f"{tmp_path}/rank1.json")
+    assert "zstd; try zstd -d" in refusal(f"{tmp_path}/rank2.json.zst")
+    os.mkfifo(tmp_path / "x.png")
+    line = refusal(f"{tmp_path}/rank0.json", "-o", f"{tmp_path}/x.png")
+    assert "x.png: expected a regular file, got a pipe" in line
+
+
+def test_each_case_of_a_folder_is_reported(tmp_path: Path) -> None:
+    """The traces of two cases of a script, of which different ranks were profiled. The same files,
+    named explicitly, give the same output."""
+    cases = ["ddp_sweep-cpu-2-0123abcd", "ddp_sweep-cpu-1-89abcdef"]
+    files = [(cases[0], 0), (cases[0], 1), (cases[1], 0)]
+    paths = [save(tmp_path / f"{case}-rank{rank}.json.gz", healthy()) for case, rank in files]
+    rows = table(str(tmp_path))
+    heads = [row[0] for row in rows if row[0].startswith("# ddp_sweep")]
+    assert heads == [f"# {case}" for case in cases[::-1]]
+    assert [row[0] for row in rows if row[1:2] == ["mean of 3"]] == ["0", "0", "1"]
+    assert sum("makes the other ranks wait" in row[0] for row in rows) == 1
+    assert table(*reversed(paths[:2]), paths[2]) != rows  # in the order given
+    assert table(paths[2], *paths[:2]) == rows
+    line = refusal(str(tmp_path), "-o", str(tmp_path / "x.png"))
+    assert f"-o draws one case, got 2: {cases[1]}, {cases[0]}" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("exp-rank[{}].1762000000.pt.trace.json", "rank 2"),
+        ("trace_{}.json", "rank 2"),
+        ("1762-TP-{}.trace.json", "rank 2"),
+        ("vm_4711.{}.pt.trace.json", "the rank of vm_4711.2.pt.trace.json"),
+    ],
+)
+def test_the_late_rank_by_the_names_of_files(name: str, label: str, tmp_path: Path) -> None:
+    """12 files, of which the one with the number 2 is 0.3 ms late; in the order of the alphabet it
+    would be the fifth one."""
+    about = {"Process Group Ranks": str(list(range(12))), "Group size": 12}
+    for rank in range(12):
+        events, late = healthy(), 300 * (rank == 2)
+        for event in events:
+            if event["args"].get("Collective name"):
+                event.update(ts=event["ts"] + late, dur=400 - late, args=event["args"] | about)
+        save(tmp_path / name.format(rank), events)
+    lines = remarks(str(tmp_path))
+    assert lines[-1].startswith(f"# {label} makes the other ranks wait 0.3 ms of a 1.1333 ms step")
+    assert (label == "rank 2") == (len(lines) == 1)
 
 
 def test_ranks_of_files(tmp_path: Path) -> None:

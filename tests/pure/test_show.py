@@ -50,9 +50,7 @@ def test_an_ascii_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) ->
     assert b"r\\xe9seau" in content.getvalue()
 
 
-@pytest.mark.parametrize(
-    "command", ["compare.py PIPE --test b.jsonl", "export.py PIPE --to csv", "trace.py PIPE"]
-)
+@pytest.mark.parametrize("command", ["compare.py PIPE --test b.jsonl", "export.py PIPE --to csv"])
 def test_ctrl_c_is_one_line(command: str, tmp_path: Path) -> None:
     """While a script reads a report, here from a pipe that this test has opened for writing."""
     pipe = tmp_path / "pipe"

@@ -1,0 +1,93 @@
+"""Files that a user names: only regular files are opened, up to limits on their number and size.
+
+Opening a named pipe or reading a device may block for ever. Requires only the standard library.
+"""
+
+import gzip
+import os
+import re
+import shlex
+import stat
+from pathlib import Path
+
+MAX_FILES = 10_000  # in a folder
+MAX_FOLDER_BYTES = 2**34  # of the files that are read from a folder, as stored
+MAX_FILE_BYTES = 2**32  # of a file, uncompressed
+CHUNK_BYTES = 2**20
+# First bytes of a compressed file that is not read -> what it is, and a command to decompress it
+COMPRESSED = {
+    b"\x28\xb5\x2f\xfd": ("a file compressed by zstd", "zstd -d"),
+    b"PK\x03\x04": ("a zip archive", "unzip"),
+    b"\xfd7zX": ("a file compressed by xz", "xz -d"),
+    b"BZh": ("a file compressed by bzip2", "bzip2 -d"),
+}
+
+
+def kind_of(path: str | Path) -> str:
+    """Return what a path is instead of a regular file: `a folder`, `a pipe`, ...; "" if absent."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return ""
+    if stat.S_ISREG(mode):
+        return ""
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    return next((kind for test, kind in kinds.items() if test(mode)), "a device")
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise ValueError if a path is neither a regular file nor absent."""
+    if kind := kind_of(path):
+        raise ValueError(f"{path}: expected a regular file, got {kind}")
+
+
+def natural(name: str) -> list[str | int]:
+    """Return a key that sorts `rank2` before `rank10`."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def files_of(folder: str | Path) -> list[Path]:
+    """Return what a folder contains except for folders, in natural order of the names.
+
+    Raises ValueError if there are more than MAX_FILES.
+    """
+    paths = list[Path]()
+    for path in Path(folder).iterdir():
+        if not path.is_dir():
+            paths.append(path)
+        if len(paths) > MAX_FILES:
+            raise ValueError(f"{folder} has more than {MAX_FILES:,} files; name those to read")
+    return sorted(paths, key=lambda path: natural(path.name))
+
+
+def check_total(folder: str | Path, paths: list[Path]) -> None:
+    """Raise ValueError if the files of a folder have more than MAX_FOLDER_BYTES in all."""
+    total = sum(path.stat().st_size for path in paths)
+    if total > MAX_FOLDER_BYTES:
+        limit = f"more than the limit of {MAX_FOLDER_BYTES:,}"
+        raise ValueError(f"{folder} has {total:,} bytes, {limit}; name the files to read")
+
+
+def read(path: str | Path) -> bytearray:
+    """Return the content of a regular file, decompressed if gzip compressed it.
+
+    Raises ValueError for any other kind of file, for other compressions and for more than
+    MAX_FILE_BYTES; OSError, EOFError or zlib.error for a file that cannot be read.
+    """
+    # non-blocking, in case the file became a pipe
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError(f"expected a regular file, got {kind_of(path) or 'a device'}")
+        head = file.read(4)
+        file.seek(0)
+        for first, (what, command) in COMPRESSED.items():
+            if head.startswith(first):
+                raise ValueError(f"{what}; try {command} {shlex.quote(str(path))}")
+        data = bytearray()
+        with gzip.GzipFile(fileobj=file) if head[:2] == b"\x1f\x8b" else file as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                data += chunk
+                if len(data) > MAX_FILE_BYTES:
+                    raise ValueError(f"more than {MAX_FILE_BYTES:,} bytes")
+    return data

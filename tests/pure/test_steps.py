@@ -1,0 +1,124 @@
+"""harness/traces.py and harness/files.py: steps, ranks in names, numbers, and which files are
+opened."""
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import files
+from harness.traces import Range, as_number, find_steps, rank_in_name
+
+T = "thread 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("fr_0.json", 0),
+        ("nccl_trace_rank_3", 3),
+        ("comm_lib_trace_rank_12", 12),
+        ("nccl_trace_rank_node2_5", 5),
+        ("nccl_trace_rank_10.0.0.1_5", 5),
+        ("rank7_trace.json.gz", 7),
+        ("rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz", 0),
+        ("rank2.1795837592.pt.trace.json", 2),
+        ("exp-rank[11].1762000000.pt.trace.json", 11),
+        ("dp0_pp0_tp1_ep0_rank6.1762.pt.trace.json.gz", 6),
+        ("local_rank1_rank9.json", 9),
+        ("RANK_4.json", 4),
+        ("trace_4", 4),
+        ("trace_2.json", 2),
+        ("1762000000-TP-2.trace.json.gz", 2),
+        ("13.json", 13),
+        ("frame.json", None),
+        ("frank.json", None),
+        ("vm_4711.1762000000000.pt.trace.json", None),  # a process, and a time
+        ("vm_10.pt.trace.json", None),
+        ("trace_step_100.json", None),
+        ("iteration-5.json", None),
+    ],
+)
+def test_the_rank_in_a_name(name: str, rank: int | None) -> None:
+    assert rank_in_name(name) == rank
+
+
+def test_numbers_as_text() -> None:
+    texts: list[Any] = ["12", "1.5", 7, "x", "", "nan", None, True, [1], float("inf")]
+    assert [as_number(text) for text in texts] == [12, 1.5, 7] + [None] * 7
+
+
+def marks(*names: str, each: float = 10, start: float = 0, thread: str = T) -> list[Range]:
+    """Ranges that follow each other."""
+    times = [start + each * number for number in range(len(names))]
+    return [Range(x, x + each, name, thread) for x, name in zip(times, names, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "starts"),
+    [
+        # the profiler's ranges count, whatever else is named step
+        (marks("ProfilerStep#1", "ProfilerStep#2") + marks("step", "step", each=9), [0, 10]),
+        (marks("step", "step"), [0, 10]),
+        # a step within a step, in the same thread and in another one, and each range twice
+        (marks("step", "step") * 2 + marks("step", "step", each=4, start=1), [0, 10]),
+        (marks("step", "step") + marks("step", "step", each=3, start=12, thread="t"), [0, 10]),
+        # threads that take turns, and threads that overlap: the one with the longest ranges
+        (marks("step", start=20, thread="t") + marks("step", "step"), [0, 10, 20]),
+        (marks("step", "step") + marks("step", each=8, start=5, thread="t"), [0, 10]),
+    ],
+)
+def test_which_ranges_are_steps(ranges: list[Range], starts: list[float]) -> None:
+    for order in (ranges, ranges[::-1]):
+        steps, lost = find_steps(order, [])
+        assert ([step.start for step in steps], lost) == (starts, None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "kept"),
+    [
+        ((4, 4, 4), 3),
+        ((4, 4, 2), 2),  # at most half of the others
+        ((4, 4, 3), 3),
+        ((4, 2, 4, 2), 4),  # steps of two kinds
+        ((20, 2), 1),
+        ((20, 3), 2),
+        ((4, 0, 0), 3),  # nothing is known of the work of these steps
+        ((2,), 1),
+    ],
+)
+def test_an_incomplete_last_step(counts: tuple[int, ...], kept: int) -> None:
+    """counts: the number of kernels of each step of 10 us."""
+    names = [f"ProfilerStep#{number}" for number in range(len(counts))]
+    work = [10 * step + 0.1 * x for step, count in enumerate(counts) for x in range(count)]
+    steps, lost = find_steps(marks(*names), work)
+    assert (len(steps), lost is None) == (kept, kept == len(counts))
+
+
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name, kind in (("pipe", "a pipe"), ("link", "a pipe"), ("/dev/zero", "a device")):
+        with pytest.raises(ValueError, match=f"expected a regular file, got {kind}"):
+            files.read(tmp_path / name)
+        with pytest.raises(ValueError, match=f"expected a regular file, got {kind}"):
+            files.check_regular(tmp_path / name)
+    for first, command in ((b"\x28\xb5\x2f\xfd..", "zstd -d"), (b"PK\x03\x04..", "unzip")):
+        (tmp_path / "a b").write_bytes(first)
+        with pytest.raises(ValueError, match=f"compressed by zstd|zip archive; try {command} '"):
+            files.read(tmp_path / "a b")
+    for number in (10, 9, 1):
+        (tmp_path / f"r{number}").write_bytes(gzip.compress(b"x" * 1000))
+    assert files.read(tmp_path / "r9") == b"x" * 1000
+    assert [path.name for path in files.files_of(tmp_path)][-3:] == ["r1", "r9", "r10"]
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 999)
+    with pytest.raises(ValueError, match="more than 999 bytes"):
+        files.read(tmp_path / "r9")
+    monkeypatch.setattr(files, "MAX_FOLDER_BYTES", 50)
+    with pytest.raises(ValueError, match=r"has \d+ bytes, more than the limit of 50; name the"):
+        files.check_total(tmp_path, [tmp_path / "r9", tmp_path / "r10"])
+    monkeypatch.setattr(files, "MAX_FILES", 4)
+    with pytest.raises(ValueError, match="has more than 4 files; name those to read"):
+        files.files_of(tmp_path)
