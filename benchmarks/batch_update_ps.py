@@ -418,7 +418,7 @@ def plan(args: argparse.Namespace, roles: Roles) -> list[Planned]:
         refuse(f"--batch-update-size: {limit}, got {size}; try {trainers}")
     fixed: Key = {name: getattr(args, name) for name in SIZES}
     fixed |= {"server_device": roles.device(roles.servers[0]), "batch_update_size": size}
-    return [(payload, trainers, {"payload": payload} | fixed) for payload in args.payload]
+    return [Planned(name, trainers, {"payload": name} | fixed) for name in args.payload]
 
 
 def main() -> int:
@@ -428,20 +428,17 @@ def main() -> int:
     timeout_s = args.straggler_timeout or args.timeout / 2
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        cases = [(name, ranks, key | options.key()) for name, ranks, key in cases]
-        update = f"{count_of(cases[0][2]['batch_update_size'], 'gradient')} per update"
+        cases = [case._replace(key=case.key | options.key()) for case in cases]
+        update = f"{count_of(cases[0].key['batch_update_size'], 'gradient')} per update"
         title = f"Linear({args.in_features}, {args.out_features}), "
         title += f"{count_of(len(roles.trainers), 'trainer')} with batches of {args.batch_size}, "
         title += f"{update}\n{options}"
         bench.announce({title: cases})
-        with (
-            rpc_workers(bench, roles, options) as devices,
-            bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, WIDEST)) as table,
-        ):
-            server_device = devices[roles.servers[0]]
-            build_case = partial(build, bench.job, server_device=server_device, timeout_s=timeout_s)
-            for name, _, key in cases:
-                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
+        with rpc_workers(bench, roles, options) as devices:
+            device = devices[roles.servers[0]]
+            make = partial(build, bench.job, server_device=device, timeout_s=timeout_s)
+            layout, on = Table(COLUMNS, WIDEST), roles.trainers
+            table = bench.run(title, cases, COLUMNS, make, derive, answer, layout=layout, ranks=on)
         if args.log_updates:
             for case in table.passed:
                 bench.print(f"\n{log_of(case)}")

@@ -682,7 +682,7 @@ def plan(args: argparse.Namespace, ranks: int) -> dict[str, list[Planned]]:
         cases: list[Planned] = []
         for mode in args.modes:
             key = {"mode": mode, "path": path, "strategy": strategy, **fixed}
-            cases.append((mode, ranks, key))
+            cases.append(Planned(mode, ranks, key))
         tables[title] = cases
     return tables
 

@@ -214,7 +214,7 @@ def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, lis
                 its_size = its_count * unit_of_other
                 key |= {"beside": other, "beside_bytes": its_size, "beside_count": its_count}
                 name_of_case += f" beside {other}, {its_size} bytes"
-            cases.append((name_of_case, ranks * len(groups), key))
+            cases.append(Planned(name_of_case, ranks * len(groups), key))
         how = f"at most {count_of(max_calls, 'call')} per sample"
         how += f", {args.cudagraph} replays of a graph (-G)" if args.cudagraph else ""
         how += ", one buffer" if one_buffer else ", cold buffers"
@@ -700,7 +700,7 @@ def main() -> int:
         needed = args.maxbytes + ((size or args.maxbytes) if args.beside else 0)
         bench.prepare("-e", lambda: check_room(2 * needed, job, environment, "-e"))
         tables = plan(args, job.device.type, groups)
-        reasons = {title: unsupported(cases[0][2], job) for title, cases in tables.items()}
+        reasons = {title: unsupported(cases[0].key, job) for title, cases in tables.items()}
         bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})
         members = sorted(itertools.chain(*groups))
         make, fill_in = partial(build, job, args), partial(derive, args, groups)

@@ -758,14 +758,14 @@ def plan(args: Namespace, job: Job, own: dict[str, Trial]) -> dict[str, list[Pla
         cases: list[Planned] = []
         for setting in settings:
             ranks = 1 if setting.strategy == "none" else job.world_size
-            cases.append((setting.label, ranks, key_of_setting(shared | flags, setting)))
+            cases.append(Planned(setting.label, ranks, key_of_setting(shared | flags, setting)))
         if args.interleave:
             labels = ", ".join(setting.label for setting in settings)
             used: Key = {name: any(key[name] for _, _, key in cases) for name in names}
             by_fsdp = used["fsdp_wrap"] or used["fsdp_checkpoint"]
             used["fsdp_wrap_classes"] = flags["fsdp_wrap_classes"] if by_fsdp else ""
             key = shared | {"strategy": None, "compiler": None, "settings": labels} | used
-            cases = [(labels, job.world_size, key)]
+            cases = [Planned(labels, job.world_size, key)]
         tables[title_of(args, model, own.get(model), dtype, job.device)] = cases
     return tables
 
@@ -818,7 +818,9 @@ def main() -> int:
         gc.collect()
         gc.freeze()  # the modules that the backends have imported, as `join` does for torch
         for title, cases in tables.items():
-            columns = columns_of(args, any(own[x].tokens for x in own if x == cases[0][2]["model"]))
+            columns = columns_of(
+                args, any(own[x].tokens for x in own if x == cases[0].key["model"])
+            )
             labels = [setting.label for _, _, key in cases for setting in settings_of(key)]
             form = SettingsTable(columns, rows_of, labels)
             with bench.begin_table(title, columns, answer, form) as table:

@@ -456,7 +456,7 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
     cases: list[Planned] = []
     for lookup, autograd in itertools.product(args.lookup, args.autograd):
         key = {"lookup": lookup, "autograd": autograd} | fixed | rpc_settings
-        cases.append((f"lookup {lookup}, autograd {autograd}", len(roles.trainers), key))
+        cases.append(Planned(f"lookup {lookup}, autograd {autograd}", len(roles.trainers), key))
     return cases
 
 
@@ -472,13 +472,10 @@ def main() -> int:
         title += f"\n{options}"
         cases = plan(args, roles, options.key())
         bench.announce({title: cases})
-        with (
-            rpc_workers(bench, roles, options) as devices,
-            bench.begin_table(title, ROWS, answer, TrainersTable(ROWS)) as table,
-        ):
-            build_case = partial(build, bench.job, devices=[devices[r] for r in roles.servers])
-            for name, _, key in cases:
-                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
+        with rpc_workers(bench, roles, options) as devices:
+            make = partial(build, bench.job, devices=[devices[r] for r in roles.servers])
+            layout, on = TrainersTable(ROWS), roles.trainers
+            table = bench.run(title, cases, ROWS, make, derive, answer, layout=layout, ranks=on)
         if table.passed:
             title = "Time per phase: means over all batches and trainers"
             bench.print_table(SPLIT, table.passed, title)

@@ -80,7 +80,7 @@ from benchmarks.workloads.training import breakdown, training_metrics
 from common.groups import Group, Job
 from common.stats import Implausible, Times, show_seconds
 from common.table import Columns, ends, metric, relative
-from common.timing import Workload
+from common.timing import StopRule, Workload
 from harness.benchmark import Benchmark, Key, Planned
 from harness.environment import count_of
 from harness.report import Case
@@ -811,7 +811,9 @@ def plan(
         of_table["image_size"] = None if is_own(model) else args.image_size
         size = own.get(model, args.batch_size)
         no_ddp = {"ddp": False, "batch_size": size, "bucket_size_mb": None, "comm_hook": None}
-        cases: list[Planned] = [] if args.global_batch else [("no ddp", 1, of_table | no_ddp)]
+        cases: list[Planned] = []
+        if not args.global_batch:
+            cases.append(Planned("no ddp", 1, of_table | no_ddp))
         for ranks in sizes:
             name = name_of(ranks, job.local_world_size, job.device)
             share_of_rank = args.global_batch // ranks if args.global_batch else size
@@ -819,14 +821,14 @@ def plan(
             if args.interleave:
                 labels = ", ".join(setting.label for setting in settings)
                 ddp |= {"bucket_size_mb": None, "comm_hook": None, "settings": labels}
-                cases.append((name, ranks, ddp))
+                cases.append(Planned(name, ranks, ddp))
                 continue
             for bucket_mb, hook in settings:
                 size_label = show_bucket_size(bucket_mb, "MB")
                 label = f" {size_label}" if len(args.bucket_size) > 1 else ""
                 label += f" {hook}" if len(args.comm_hook) > 1 else ""
                 setting = {"bucket_size_mb": bucket_mb, "comm_hook": hook}
-                cases.append((name + label, ranks, ddp | setting))
+                cases.append(Planned(name + label, ranks, ddp | setting))
         tables[title_of(model, dtype, size, args, job)] = cases
     return tables
 
@@ -843,19 +845,22 @@ def main() -> int:
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
         columns = columns_of(args)
+
+        def rule(key: Key) -> StopRule:
+            settings = max(1, len(settings_of(key)))
+            return replace(bench.rule, max_seconds=settings * bench.rule.max_seconds)
+
         for title, cases in tables.items():
-            form = SettingsTable(columns, rows_of, row_labels(cases))
-            with bench.begin_table(title, columns, answer, form) as table:
-                for name, ranks, key in cases:
-                    count = max(1, len(settings_of(key)))
-                    rule = replace(bench.rule, max_seconds=count * bench.rule.max_seconds)
-                    begin = partial(build, bench)
-                    bench.measure(key, name, begin, derive, ranks=range(ranks), rule=rule)
+            layout = SettingsTable(columns, rows_of, row_labels(cases))
+            begin = partial(build, bench)
+            table = bench.run(
+                title, cases, columns, begin, derive, answer, layout=layout, rule=rule
+            )
             if table.passed:
                 if line := no_overlap(table.passed):
                     bench.print(line)
-                rows, heading = table.passed, f"Percentiles and rates: {title}"
-                bench.print_table(rates_of(rows), rows, heading)
+                heading = f"Percentiles and rates: {title}"
+                bench.print_table(rates_of(table.passed), table.passed, heading)
     return bench.status
 
 

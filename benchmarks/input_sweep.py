@@ -533,7 +533,7 @@ def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
     cases: list[Planned] = []
     for values in itertools.product(*(getattr(args, name) for name in LISTS)):
         key = shared | dict(zip(LISTS, values, strict=True))
-        cases.append((name_of(args, key), ranks, key))
+        cases.append(Planned(name_of(args, key), ranks, key))
     return cases
 
 
@@ -553,9 +553,8 @@ def main() -> int:
         files, folder = prepare_files(bench, args)
         cores = len(os.sched_getaffinity(0))
         answer_of_node = partial(answer, bench.job.local_world_size, cores)
-        with bench.begin_table(title, COLUMNS, answer_of_node, Table(COLUMNS, WIDEST)):
-            for name, _, key in cases:
-                bench.measure(key, name, partial(build, bench.job, files), derive)
+        layout, make = Table(COLUMNS, WIDEST), partial(build, bench.job, files)
+        bench.run(title, cases, COLUMNS, make, derive, answer_of_node, layout=layout)
         if folder and bench.job.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return bench.status

@@ -878,8 +878,9 @@ def main() -> int:
         planned: dict[str, list[Planned]] = {}
         for phase in phases:
             key = key_of(bench, phase, attempt=1)
-            parts = [(part.name, len(part.ranks), key | part.key) for part in phase.parts]
-            planned[phase.name] = parts
+            planned[phase.name] = [
+                Planned(part.name, len(part.ranks), key | part.key) for part in phase.parts
+            ]
         bench.announce(planned)
         found = Judgement({}, [])
         left_out: list[str] = []

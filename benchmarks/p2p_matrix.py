@@ -70,7 +70,7 @@ from benchmarks.workloads.outliers import MARGIN, SIGMAS, Findings, Names, sente
 from benchmarks.workloads.ranks import partition
 from common.stats import significant
 from common.table import percent
-from harness.benchmark import LOAD_UNKNOWN, Benchmark, Key, folded
+from harness.benchmark import LOAD_UNKNOWN, Benchmark, Key, Planned, folded
 from harness.cpu_load import Others
 from harness.environment import count_of, node_names, node_of_each, rank_names
 from harness.report import Case
@@ -429,7 +429,8 @@ def main() -> int:
         messages = messages_of(args, job.device)
         rounds = plan(args, messages, len(members))
         title = f"{len(rounds)} rounds, {settings(args, messages)}"
-        planned = [(name, 2 * len(pairs) * len(members[0]), key) for name, pairs, key in rounds]
+        size = 2 * len(members[0])
+        planned = [Planned(name, size * len(pairs), key) for name, pairs, key in rounds]
         bench.announce({title: planned})
         bench.print("\n" + folded(title, bench.max_width))
         links: list[Link] = []  # on rank 0

@@ -414,7 +414,7 @@ def plan(args: argparse.Namespace, meshes: list[Mesh], job: Job) -> tuple[str, l
     for mesh in meshes:
         microbatches = (args.microbatches or 2 * mesh.pp) if mesh.pp > 1 else 1
         key = {"mesh": mesh.name, "microbatches": microbatches, **shared}
-        cases.append((mesh.name, job.world_size, key))
+        cases.append(Planned(mesh.name, job.world_size, key))
     return title_of(shared, args.microbatches), cases
 
 
@@ -433,10 +433,10 @@ def main() -> int:
         job, environment = bench.job, bench.report.environment
         meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
         title, cases = plan(args, meshes, job)
-        first = cases[0][2]
+        first = cases[0].key
         place = {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
-        for _, _, key in cases:
-            if problem := misfit(key | place):
+        for case in cases:
+            if problem := misfit(case.key | place):
                 bench.refuse(problem)
         needed = 2 * 8 * first["sequence_length"] * first["global_batch"]  # tokens and targets
         flags = "--sequence-length or --global-batch"
@@ -448,9 +448,7 @@ def main() -> int:
         lr = reference.lr if isinstance(reference, Reference) else 0.0
         begin = partial(build, lr, job, sharers(environment, job.rank))
         end = partial(derive, reference, job.device)
-        with bench.begin_table(title, columns_of(meshes), answer) as table:
-            for name, _, key in cases:
-                bench.measure(key, name, begin, end)
+        table = bench.run(title, cases, columns_of(meshes), begin, end, answer)
         lines = [line for case in table.passed for line in pipeline_lines(case)]
         if lines:
             bench.print("\n" + "\n".join(lines))

@@ -658,7 +658,7 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
         key |= rpc_settings if server else dict.fromkeys(rpc_settings)
         name = f"{route} {server}" if server else route
         name += " grouped" if placement == "grouped" else ""
-        cases.append((name, len(roles.trainers), key))
+        cases.append(Planned(name, len(roles.trainers), key))
     return cases
 
 

@@ -61,7 +61,7 @@ from common.groups import Group, Job, barrier_before_new_group, connect
 from common.stats import Times, drop_wide_interval, median, percentiles, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import STEP, Step, Workload
-from harness.benchmark import Benchmark, Key
+from harness.benchmark import Benchmark, Key, Planned
 from harness.environment import count_of
 from harness.report import Case
 
@@ -883,7 +883,7 @@ def main() -> int:
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         name = f"{args.trace}, groups {only}"
         key = {"only": only, "gaps": not args.no_gaps, "recording": digest}
-        bench.announce({"Replay of a recorded job": [(name, job.world_size, key)]})
+        bench.announce({"Replay of a recorded job": [Planned(name, job.world_size, key)]})
         plan = choose(recordings, args.only, not args.no_gaps)
         bench.prepare("FOLDER", lambda: check_plan(plan, recordings, bench))
         bench.print(f"\n# {described(plan, digest, only)}")

@@ -278,7 +278,7 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
         key = {"operation": operation, "in_flight": in_flight, "size_bytes": size_bytes}
         batch = f" x{in_flight}" if in_flight > 1 else ""
         name = f"{operation}{batch} {show_size(size_bytes)}"
-        cases.append((name, len(roles.trainers), key | fixed))
+        cases.append(Planned(name, len(roles.trainers), key | fixed))
     return cases
 
 
@@ -291,13 +291,10 @@ def main() -> int:
         cases = plan(args, roles, options.key())
         title = f"Callers: {len(roles.trainers)}, server: rank {server}; {options}"
         bench.announce({title: cases})
-        with (
-            rpc_workers(bench, roles, options) as devices,
-            bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, WIDEST)),
-        ):
-            build_case = partial(build, bench.job, server_device=devices[server])
-            for name, _, key in cases:
-                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
+        with rpc_workers(bench, roles, options) as devices:
+            make = partial(build, bench.job, server_device=devices[server])
+            layout, on = Table(COLUMNS, WIDEST), roles.trainers
+            bench.run(title, cases, COLUMNS, make, derive, answer, layout=layout, ranks=on)
     return bench.status
 
 

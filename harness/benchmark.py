@@ -43,13 +43,20 @@ from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
 LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
 Key = dict[str, Any]  # identifies a case; flat, JSON
-Planned = tuple[str, int, Key]  # a planned case: its name, number of ranks and key
 Build = Callable[[Key, Group], Workload]  # called on the ranks of the case
 # Called on rank 0 to set case.metrics and case.check. The list contains the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
 # Called on rank 0 with the cases of a table that did not fail. Returns the sentence, or sentences,
 # that answer the script's question, or None if the cases do not answer it.
 Answer = Callable[[list[Case]], str | list[str] | None]
+
+
+class Planned(NamedTuple):
+    """A planned case."""
+
+    name: str  # of its row
+    ranks: int
+    key: Key
 
 
 class RankResult(NamedTuple):
@@ -262,9 +269,12 @@ class Benchmark:
         self.open_report()
         planned: dict[str, list[str]] = {}
         for title, cases in tables.items():
-            self.names[title] = [name for name, _, _ in cases]
-            keys = {name: self.complete_key(key, ranks) for name, ranks, key in cases}
-            planned[title] = [name for name, key in keys.items() if key not in self.done]
+            self.names[title] = [case.name for case in cases]
+            planned[title] = [
+                case.name
+                for case in cases
+                if self.complete_key(case.key, case.ranks) not in self.done
+            ]
         self.case_count = sum(map(len, planned.values()))
         if not self.args.dry_run:
             return
@@ -273,6 +283,31 @@ class Benchmark:
         self.print(f"\n# {environment.count_of(self.case_count, 'case')}; nothing was measured")
         self.leave_job()
         sys.exit(0)
+
+    def run(
+        self,
+        title: str,
+        cases: Sequence[Planned],
+        columns: Columns,
+        build: Build,
+        derive: Derive,
+        answer: Answer | None = None,
+        *,
+        layout: Table | None = None,
+        ranks: Sequence[int] | None = None,
+        rule: Callable[[Key], StopRule] | None = None,
+    ) -> Table:
+        """Measure the cases of a table, after `announce`. All ranks call it.
+
+        title, columns, answer, layout: see `begin_table`. ranks: of all cases; None for the first
+        ones, as many as a case has. rule: returns the stop rule of a case.
+        """
+        with self.begin_table(title, columns, answer, layout) as table:
+            for case in cases:
+                on = range(case.ranks) if ranks is None else ranks
+                stop = rule and rule(case.key)
+                self.measure(case.key, case.name, build, derive, ranks=on, rule=stop)
+        return table
 
     def measure(
         self,
