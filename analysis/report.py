@@ -32,15 +32,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
 from analysis.compare import add_design_flags, add_side_flags
-from analysis.pages.figures import draw
 from analysis.pages.page import Section, Table, as_page, hide_folders, name_reports
 from analysis.pages.versus import compare_folder, compare_sides, is_folder, read_folder
 from analysis.runs.differences import (
@@ -63,6 +61,9 @@ from analysis.runs.load import (
 from common.stats import Estimate, digits_of, median, significant
 from harness.cli import Parser, cut, refuse, refuse_foreign, show_size
 from harness.report import describe_runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FRACTIONS = (
     *("_rel", "efficiency", "overlap", "mfu", "spread"),
@@ -213,7 +214,13 @@ def benchmark(runs: Sequence[Run]) -> Section:
     if any("step_p50_s" in row.metrics for row in rows_of(runs)):
         what = "geometric means over rounds of block medians"
         details.append(f"Times are {what}, and ratios their quotients; p50 to p99 are percentiles.")
-    return Section(runs[0].benchmark, tables, details=details, figures=partial(draw, runs))
+
+    def figures() -> "list[Figure]":
+        from analysis.pages.figures import draw  # not above: it takes longer than --help
+
+        return draw(runs)
+
+    return Section(runs[0].benchmark, tables, details=details, figures=figures)
 
 
 def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) -> Table:

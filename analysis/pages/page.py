@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from analysis import show
-from analysis.pages.figures import svg
 from analysis.runs.load import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # An absolute path of at least two names, but not a part of a URL or the end of an HTML element
 ABSOLUTE = re.compile(r"""(?<![\w/.<~$}-])/(?!/)[^\s/:;,'"=<>|()]+(?:/+[^\s/:;,'"=<>|()]+)+/?""")
@@ -38,7 +38,7 @@ class Section:
     first: list[Table] = field(default_factory=list)  # tables above the figures
     notes: list[str] = field(default_factory=list)
     details: list[str] = field(default_factory=list)  # in small print
-    figures: Callable[[], list[Figure]] = list
+    figures: Callable[[], "list[Figure]"] = list
     folded: bool = False  # show only the title until the reader opens the section
 
 
@@ -46,6 +46,8 @@ def as_page(title: str, sections: Sequence[Section]) -> str:
     """The HTML document. Every string of a report is cleaned and escaped when it is inserted."""
     import jinja2  # not above, so that analysis/ can report a missing package
     from markupsafe import Markup
+
+    from analysis.pages.figures import svg
 
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

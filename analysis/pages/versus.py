@@ -10,19 +10,20 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from analysis import show
 from analysis.compare import lines_above, notes_of, table_of, two_sides
-from analysis.pages.figures import all_runs
 from analysis.pages.page import Section, Table
 from analysis.runs.evidence import load_text
 from analysis.runs.load import Run, arrange, copies
 from analysis.runs.plan import PLAN, VERDICT, Verdict, read_lines
 from analysis.runs.verdicts import Comparison, Design, Result, compare
 from harness.cli import cut
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MARKS = {  # verdict -> how to highlight its row
     **dict.fromkeys(("slower", "failed"), "failed"),
@@ -64,8 +65,13 @@ class Versus:
             first=[self.sides(), self.verdicts()],
             notes=notes,
             details=headings,
-            figures=partial(all_runs, comparison, self.names, not self.is_like_with_like),
+            figures=self.figures,
         )
+
+    def figures(self) -> "list[Figure]":
+        from analysis.pages.figures import all_runs  # not above: it takes longer than --help
+
+        return all_runs(self.comparison, self.names, not self.is_like_with_like)
 
     def sides(self) -> Table:
         """The names, commands and versions of the two sides."""

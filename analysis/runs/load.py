@@ -15,13 +15,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-from pandas.io.json import ujson_loads  # twice as fast as the json module
 
 from analysis.logs import nccl_tests
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
@@ -29,6 +26,9 @@ from common.stats import MIN_ROUNDS, Estimate, iteration_times, mean_of_blocks, 
 from harness import report as report_file
 from harness.cli import suggest
 from harness.report import Case, Report
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Estimators of the time of a run
 BY_ROUNDS = "geometric mean over rounds of block medians"
@@ -300,7 +300,7 @@ def parse(
     first = file.readline()
     if not first or b'"schema"' in first[:4096]:
         lines = hashed(itertools.chain([first], file))
-        return [report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)]
+        return [report_file.load(path, each, lines=lines)]
     text = first + file.read()
     content.update(text)
     reports = foreign_reports(text, path)
@@ -435,12 +435,14 @@ def about(run: Run, row: Row) -> dict[str, Any]:
     }
 
 
-def frame(runs: Sequence[Run]) -> pd.DataFrame:
+def frame(runs: Sequence[Run]) -> "pd.DataFrame":
     """One row per case: its run, name, check and time, the fields of its key, and its metrics.
 
     An estimated metric `step_s` has its 95% interval in the columns `step_s_low` and
     `step_s_high`.
     """
+    import pandas as pd  # not above: verdicts do not need it
+
     rows = []
     for run in runs:
         for row in run.rows.values():

@@ -32,6 +32,9 @@ def test_missing_packages_are_reported_before_the_first_import_of_one() -> None:
         assert first - sys.stdlib_module_names <= PROJECT, path
 
 
+SIDES = "docs/results/tutorial/change/a --test docs/results/tutorial/change/b"
+
+
 @pytest.mark.parametrize(
     ("program", "missing", "folder"),
     [
@@ -39,7 +42,7 @@ def test_missing_packages_are_reported_before_the_first_import_of_one() -> None:
         ("benchmarks/ddp_sweep.py", "psutil", "."),
         ("benchmarks/input_sweep.py", "torchvision", "."),
         ("benchmarks/collectives.py", "numpy", "."),
-        ("analysis/compare.py a.jsonl", "scipy", "analysis"),
+        (f"analysis/compare.py {SIDES} --ignore-key bucket_size_mb,comm_hook", "scipy", "analysis"),
     ],
 )
 def test_a_missing_package_is_one_line(
@@ -50,7 +53,7 @@ def test_a_missing_package_is_one_line(
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules['{missing}'] = None\n")
     env = environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     command = [sys.executable, str(ROOT / program), *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
     path = shlex.quote(str((ROOT / folder / "requirements.txt").resolve()))
     told = f"error: {missing} is not installed; try pip install -r {path}\n"
     assert (done.returncode, done.stderr) == (2, f"{Path(program).name}: {told}")
