@@ -556,19 +556,25 @@ def below_links(rows: list[Case], measured: list[links.Link], cluster: Cluster) 
 
 
 def doubts_of(
-    unsteady: Sequence[str], others: Others | None, left_out: Sequence[str], no_peer: str = ""
+    unsteady: Sequence[str],
+    others: Others | None,
+    left_out: Sequence[str],
+    no_peer: str = "",
+    is_load_unknown: bool = False,
 ) -> list[str]:
     """Why there is no verdict on slowness; empty if there can be one.
 
     unsteady: names of the components whose speed changed in both measurements. others: the CPU use
     of other processes, if it was high. left_out: the cases that did not fit into the budget.
-    no_peer: see `without_peer`.
+    no_peer: see `without_peer`. is_load_unknown: whether neither this run nor ab.py records it.
     """
     doubts = []
     if no_peer:
         doubts.append(f"{no_peer}, and nothing to compare it with")
     if others:
         doubts.append(f"other processes used {others.busy:.1f} of {others.cores} cores")
+    if is_load_unknown:
+        doubts.append(LOAD_UNKNOWN)
     if unsteady:
         names = cli.cut(list(dict.fromkeys(unsteady)), 3)
         doubts.append(f"the speed of {names} changed during both measurements")
@@ -845,15 +851,17 @@ def give_verdict(bench: Benchmark, cluster: Cluster, found: Judgement, left_out:
     lacks = unfit(environment, args.gpus)
     wrong = wrong_results(lacks, cases, names)
     changed = [component.name(names) for component in found.unsteady]
-    doubts = doubts_of(changed, others, left_out, without_peer(cluster))
+    is_load_unknown = not (bench.records_load or bench.is_interleaved)
+    is_busy = bool(others) or is_load_unknown
+    doubts = doubts_of(changed, others, left_out, without_peer(cluster), is_load_unknown)
     status, lines = conclude(
-        found.slow, doubts, bool(others), wrong, args.fail_on, names, ran, bench.records_load
+        found.slow, doubts, is_busy, wrong, args.fail_on, names, ran, bench.records_load
     )
     if status:
         bench.fail(lines[-1], status)
     if args.exclude_file and status != cli.NO_VERDICT:
         host_of_rank = [row["host"] for row in environment["ranks"]]
-        findings = certain(found.slow, args.fail_on, bool(others))
+        findings = certain(found.slow, args.fail_on, is_busy)
         hosts = hosts_at_fault(findings, [*lacks], cases, cluster.teams, host_of_rank)
         try:  # in the form of Slurm's lists of hosts; empty if all are fit
             Path(args.exclude_file).write_text(",".join(hosts) + "\n" * bool(hosts))

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from harness.report import load
-from tests.process import ROOT, environment
+from tests.process import INJECT, ROOT, Process, environment, free_port
 
 SCRIPT = "benchmarks/ddp_sweep.py"
 SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
@@ -38,6 +38,25 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     assert run.reason == f"HANG: no progress for 5 s; {stopped}"
     assert [case.name for case in run.report.cases] == ["no ddp"]
     assert run.report.status == "interrupted"
+
+
+def test_a_stopped_rank_0_without_torchrun_is_reported_by_rank_1(tmp_path: Path) -> None:
+    """Rank 0 serves the store, so that nothing can be learned from it any more."""
+    marker = tmp_path / "marker"
+    flags = [INJECT, "waits", str(ROOT / SCRIPT), *IMPATIENT]
+    by_hand = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    by_hand |= {"MASTER_PORT": str(free_port()), "MARKER": str(marker)}
+    envs = [environment(RANK=rank, LOCAL_RANK=rank, **by_hand) for rank in "01"]
+    process = Process([[sys.executable, *flags]] * 2, tmp_path, envs)
+    try:
+        process.until(marker.exists)
+        rank_0, rank_1 = process.parts
+        rank_0.suspend()
+        assert rank_1.wait(120) == 3
+    finally:
+        process.stop()
+    err = (tmp_path / "err1").read_text()
+    assert re.search("HANG: .* served by rank 0, has not answered for .*; rank 1 on .*1M/2R", err)
 
 
 OUTSIDE = """

@@ -204,8 +204,11 @@ def test_the_verdict(
 
 
 def test_a_verdict_mentions_an_unknown_load() -> None:
-    """Such as while two commands are interleaved."""
+    """While two commands are interleaved, ab.py records it. Otherwise there is no verdict."""
     unknown = "; CPU use by other processes was not recorded"
+    why = doubts_of([], None, [], is_load_unknown=True)  # without the observer of the load
+    told = conclude({}, why, True, [], "slow", NAMES, "41 s", False)
+    assert told == (4, ["no verdict: CPU use by other processes was not recorded"])
     rest: Any = ([], "slow", NAMES, "41 s", False)
     assert conclude({}, [], False, *rest) == (0, [f"fit: 41 s{unknown}"])
     status, lines = conclude(SLOW, [], False, *rest)
