@@ -32,7 +32,13 @@ NO_VERDICT = 4  # exit status of a run that lacks the evidence for a verdict
 MAX_NUMBER = 1e9  # upper limit of numbers in flags: larger ones are typos, and overflow somewhere
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 GENERATOR = "torchrun-bench"  # in the metadata of each page and picture
-SEARCHED_BYTES = 2**14  # at the start and at the end of a file, to find GENERATOR
+GENERATOR_MARKS = (  # how HTML, PNG, SVG and PDF store it; a page may mention the word elsewhere
+    f'<meta name="generator" content="{GENERATOR}">',
+    f"tEXtSoftware\0{GENERATOR}",
+    f"<dc:title>{GENERATOR}</dc:title>",
+    f"/Creator ({GENERATOR})",
+)
+SEARCHED_BYTES = 2**14  # at the start and at the end of a file, to find one of them
 # Flags that launchers accept, or that scripts accepted before torchrun existed
 LAUNCHER_FLAGS = dict.fromkeys(
     (
@@ -494,8 +500,8 @@ def check_output(flag: str, path: str | None) -> None:
 
 def refuse_foreign(path: str) -> None:
     """Raise ValueError if a page or picture would overwrite a file that this project did not write,
-    or would be written to a pipe or a device. Its own files contain GENERATOR near their start or
-    end."""
+    or would be written to a pipe or a device. Its own files contain one of GENERATOR_MARKS
+    near their start or end."""
     files.check_regular(path)
     if not os.path.isfile(path):
         return
@@ -505,5 +511,5 @@ def refuse_foreign(path: str) -> None:
         for start in (0, max(0, size - SEARCHED_BYTES)):
             file.seek(start)
             ends += file.read(SEARCHED_BYTES)
-    if size and GENERATOR.encode() not in ends:
+    if size and not any(mark.encode() in ends for mark in GENERATOR_MARKS):
         raise ValueError(f"{path} exists and was not written by {GENERATOR}; give another path")

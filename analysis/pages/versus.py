@@ -20,6 +20,7 @@ from analysis.runs.evidence import load_text
 from analysis.runs.load import Run, arrange, copies
 from analysis.runs.plan import PLAN, VERDICT, Verdict, read_lines
 from analysis.runs.verdicts import Comparison, Design, Result, compare
+from harness import files
 from harness.cli import cut
 
 if TYPE_CHECKING:
@@ -175,6 +176,8 @@ def is_folder(word: str) -> bool:
 def read_folder(word: str) -> Folder:
     """Read the plan in a folder of ab.py. Raises ValueError if it is damaged."""
     path = Path(word)
+    for name in (PLAN, VERDICT):
+        files.check_regular(path / name)
     lines = read_lines(path / PLAN)
     commands = {name: text for kind, name, text in map(split_line, lines) if kind == "command"}
     for kind, name, text in map(split_line, lines):

@@ -12,6 +12,7 @@ import glob
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ import numpy as np
 from analysis.logs import nccl_tests
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common.stats import MIN_ROUNDS, Estimate, iteration_times, mean_of_blocks, median
+from harness import files
 from harness import report as report_file
 from harness.cli import suggest
 from harness.report import Case, Report
@@ -38,6 +40,8 @@ RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl")  # reports in a folder
 LAST_DIGIT = "last_digit_share"  # a metric of logs: one unit in the last digit / the number
 LOAD_ENDING = ".load"  # file with the load during a run, next to its report
+MAX_SEEN = 200_000  # files of any kind in a folder with reports or logs
+MAX_FOREIGN_BYTES = 2**28  # of a report of another program, which is read as a whole
 SHORTEST_S, LONGEST_S = 1e-12, 1e9  # plausible times of a case
 Value = str | float | Estimate  # an estimated number has an interval
 PYTORCH = "PyTorch's DDP benchmark"
@@ -147,6 +151,7 @@ def find(words: Sequence[str], endings: Sequence[str] = ENDINGS) -> list[str]:
     paths = [path for word in words for path in paths_of(word, endings)]
     path_of_file: dict[str, str] = {}
     for path in paths:
+        check_kind(path)
         file = os.path.realpath(path)
         if file in path_of_file:
             raise ValueError(f"{path} is the same file as {path_of_file[file]}; give it once")
@@ -157,8 +162,7 @@ def find(words: Sequence[str], endings: Sequence[str] = ENDINGS) -> list[str]:
 def paths_of(word: str, endings: Sequence[str]) -> list[str]:
     """A file, the reports or logs in a folder and its subfolders, or the matches of a pattern."""
     if os.path.isdir(word):
-        inside = [path for path in Path(word).rglob("*") if path.suffix in endings]
-        paths = [str(path) for path in inside if path.is_file()]  # reading a FIFO would block
+        paths = files_below(word, endings)
         if not paths:
             kind = "report (*.jsonl)" if endings == ENDINGS else f"file *{', *'.join(endings)}"
             raise ValueError(f"there is no {kind} in {word}")
@@ -166,6 +170,31 @@ def paths_of(word: str, endings: Sequence[str]) -> list[str]:
     if os.path.lexists(word):  # a name may contain the characters of a pattern, e.g. ab[1]
         return [word]
     return sorted(glob.glob(word)) or [word]
+
+
+def files_below(folder: str, endings: Sequence[str]) -> list[str]:
+    """The regular files with these suffixes in a folder and its subfolders. Raises ValueError if
+    there are so many files that the folder cannot be meant."""
+    paths, count = list[str](), 0
+    for place, _, names in os.walk(folder):
+        found = [os.path.join(place, name) for name in names if Path(name).suffix in endings]
+        paths += filter(os.path.isfile, found)
+        count += len(names)
+        for limit, number in ((files.MAX_FILES, len(paths)), (MAX_SEEN, count)):
+            if number > limit:
+                what = "reports or logs" if limit == files.MAX_FILES else "files"
+                raise ValueError(f"{folder} has more than {limit:,} {what}; name those to read")
+    files.check_total(folder, [*map(Path, paths)])
+    return paths
+
+
+def check_kind(path: str) -> None:
+    """Raise ValueError if a path is a device, or a pipe that this process did not inherit: opening
+    it could block. `<(...)` of a shell is an open pipe."""
+    kind = files.kind_of(path)
+    is_inherited = kind == "a pipe" and path.startswith(("/dev/fd/", "/dev/stdin", "/proc/"))
+    if kind and not is_inherited:
+        raise ValueError(f"{path}: expected a report or a log, got {kind}")
 
 
 def remove_fields(runs: Sequence[Run], names: Sequence[str]) -> None:
@@ -237,7 +266,13 @@ def read(path: str, measure: str | None) -> list[Run]:
         times.update(dict.fromkeys(case.samples_s))
         its_own = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
         step = measure or its_own
-        samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
+        rows = case.samples_s.get(step, [])  # [ranks, iterations]
+        kinds = {type(sample) for row in rows for sample in row}
+        if not kinds <= {int, float}:
+            names = ", ".join(sorted(kind.__name__ for kind in kinds - {int, float}))
+            what = f"expected seconds as numbers in the samples of case {clean(case.name)!r}"
+            raise ValueError(f"{path}: {what}, got {names}; e.g. 0.125")
+        samples = np.asarray(rows, dtype=np.float64)
         check_times(samples, path, case.name)
         case.samples_s = {}
         if samples.size:
@@ -297,11 +332,13 @@ def parse(
             content.update(line)
             yield line
 
-    first = file.readline()
+    first = file.readline(MAX_FOREIGN_BYTES)
     if not first or b'"schema"' in first[:4096]:
         lines = hashed(itertools.chain([first], file))
         return [report_file.load(path, each, lines=lines)]
-    text = first + file.read()
+    text = first + file.read(MAX_FOREIGN_BYTES)
+    if len(text) >= MAX_FOREIGN_BYTES:
+        raise ValueError(f"{path} is not a report, and has more than {MAX_FOREIGN_BYTES:,} bytes")
     content.update(text)
     reports = foreign_reports(text, path)
     if not reports:
@@ -383,7 +420,12 @@ def timed(case: Case, measure: str | None) -> Row:
         return row
     times_first = sorted(row.metrics, key=lambda name: unit_of(name).name != "s")
     for name in [measure] if measure else times_first:
-        value = number_of(row.metrics.get(name))
+        given = row.metrics.get(name)
+        given = given.value if isinstance(given, Estimate) else given
+        if isinstance(given, float) and math.isinf(given) and unit_of(name).name in ("s", *RATES):
+            row.time_s = math.inf  # `check_times` refuses it
+            break
+        value = number_of(given)
         if value and is_time(name, row.metrics):
             is_rate = unit_of(name).name in RATES
             row.measure, row.time_is = f"1 / {name}" if is_rate else name, BY_SCRIPT

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from analysis.runs.verdicts import Design
+from harness import files
 from harness.cli import cut
 from harness.contents import harness, is_installed, modules, of_file, python_program
 from harness.report import shown, without_secrets
@@ -57,6 +58,7 @@ class Verdict(NamedTuple):
 
     def write(self, out: Path) -> None:
         """Write them to the folder of the call, where report.py reads them."""
+        files.check_regular(out / VERDICT)
         (out / VERDICT).write_text(json.dumps(self._asdict()) + "\n")
 
 

@@ -5,6 +5,7 @@ iterations within a run do not show how much two runs of the same program differ
 states the formulas.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -262,14 +263,26 @@ def why_no_common_case(base: Sequence[Run], test: Sequence[Run]) -> str:
     keys = ((a.key, b.key) for a, b in product(ours, theirs))
     mine, other = min(keys, key=lambda pair: len(differing_fields(*pair)))
     names = differing_fields(mine, other)  # not empty, since no case is on both sides
-    pairs = [(name, mine.get(name), other.get(name)) for name in names[:3]]
-    shown = ", ".join(f"{name} ({a} in BASE, {b} in TEST)" for name, a, b in pairs)
+    shown = ", ".join(f"{name} ({of_both(mine, other, name)})" for name in names[:3])
     return f"the keys differ in {shown}; --ignore-key {','.join(names)} joins these cases"
 
 
+def of_both(mine: dict[str, Any], other: dict[str, Any], name: str) -> str:
+    """`25 in BASE, default in TEST`; texts are quoted if the two would look equal."""
+    texts = [str(key.get(name)) for key in (mine, other)]
+    if texts[0] == texts[1]:
+        texts = [text_of(key, name) for key in (mine, other)]
+    return f"{texts[0]} in BASE, {texts[1]} in TEST"
+
+
+def text_of(key: dict[str, Any], name: str) -> str:
+    """A field of a key as JSON, so that 1, 1.0, "1" and true differ."""
+    return json.dumps(key[name]) if name in key else "absent"
+
+
 def differing_fields(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The fields in which two keys differ."""
-    return [name for name in a | b if a.get(name) != b.get(name)]
+    """The fields in which two keys differ, also if only by type, as 1, 1.0 and true do."""
+    return [name for name in a | b if text_of(a, name) != text_of(b, name)]
 
 
 def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -> list[Result]:

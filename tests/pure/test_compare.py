@@ -238,6 +238,23 @@ def test_unmatched_cases_suggest_the_flag_that_joins_them(tmp_path: Path) -> Non
     assert "2 undecided" in run(*words, *flag).stdout
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ((1, 1.0), "1 in BASE, 1.0 in TEST"),
+        ((1, True), "1 in BASE, True in TEST"),
+        ((1, "1"), '1 in BASE, "1" in TEST'),
+    ],
+)
+def test_keys_that_differ_by_type(tmp_path: Path, values: tuple[Any, Any], told: str) -> None:
+    sides = [
+        write(tmp_path / f"{side}.jsonl", case("x", key={"n": value}))
+        for side, value in zip("ab", values, strict=True)
+    ]
+    shown = run("compare.py", sides[0], "--test", sides[1]).stderr
+    assert f"the keys differ in n ({told}); --ignore-key n joins these cases\n" in shown
+
+
 def test_pytorchs_ddp_benchmark_is_compared_with_ddp_sweep(tmp_path: Path) -> None:
     """PyTorch's script sets no precision, like `--dtype default`. fp32 differs from that."""
     results = [{"ranks": [0], "measurements": [0.2]}, {"ranks": [0, 1], "measurements": [0.3] * 2}]

@@ -1,5 +1,6 @@
 """analysis/runs/load.py: reports as rows, for the programs of analysis/ and for notebooks."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from analysis.runs.load import frame, load
 from analysis.runs.verdicts import Design, compare
 from harness.report import describe_runs
 from tests.pure.reports import ROOT, case, estimate, write
+from tests.pure.reports import run as done
 
 
 def test_a_row_for_each_case(tmp_path: Path) -> None:
@@ -132,13 +134,46 @@ def test_torch_is_never_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=500)
 
 
-def test_only_regular_files_of_a_folder_are_read(tmp_path: Path) -> None:
-    """Reading a FIFO would block forever. Only one that is named explicitly is read."""
-    write(tmp_path / "a.jsonl", case("x"))
-    os.mkfifo(tmp_path / "b.jsonl")
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a named pipe or a device would block. An open pipe, as above, is read."""
+    report, pipe = write(tmp_path / "a.jsonl", case("x")), tmp_path / "b.jsonl"
+    os.mkfifo(pipe)
     (tmp_path / "c.jsonl").mkdir()
-    os.symlink(tmp_path / "a.jsonl", tmp_path / "of another suffix")
-    assert [run.label for run in load([str(tmp_path)])] == [str(tmp_path / "a.jsonl")]
+    os.symlink(report, tmp_path / "of another suffix")
+    assert [run.label for run in load([str(tmp_path)])] == [report]
+    for path, kind in ((str(pipe), "a pipe"), ("/dev/zero", "a device")):
+        told = f"error: {path}: expected a report or a log, got {kind}\n"
+        assert done("compare.py", report, "--test", path).stderr.endswith(told)
+        words = ("report.py", report, "-o", str(tmp_path / "p.html"), "--test", path)
+        assert done(*words).stderr.endswith(told)
+    os.mkfifo(tmp_path / "o.html")
+    told = f"{tmp_path}/o.html: expected a regular file, got a pipe\n"
+    assert done("report.py", report, "-o", f"{tmp_path}/o.html").stderr.endswith(told)
+    (tmp_path / "plan.txt").write_text("command a: x\ncommand b: y\n")
+    os.mkfifo(tmp_path / "verdict.txt")
+    told = "verdict.txt: expected a regular file, got a pipe\n"
+    assert done("report.py", str(tmp_path), "-o", f"{tmp_path}/p.html").stderr.endswith(told)
+    monkeypatch.setattr("harness.files.MAX_FILES", 2)
+    for number in range(2):
+        write(tmp_path / "more" / f"{number}.jsonl", case("x"))
+    with pytest.raises(ValueError, match=r"has more than 2 reports or logs; name those to read$"):
+        load([str(tmp_path)])
+    monkeypatch.setattr("analysis.runs.load.MAX_SEEN", 4)
+    with pytest.raises(ValueError, match=r"has more than 4 files; name those to read$"):
+        load([str(tmp_path)])
+    monkeypatch.setattr("analysis.runs.load.MAX_FOREIGN_BYTES", 100)
+    Path(report).write_text("{" + " " * 200 + "}")
+    with pytest.raises(ValueError, match="is not a report, and has more than 100 bytes"):
+        load([report])
+
+
+@pytest.mark.parametrize(("samples", "kind"), [('[["1", 2]]', "str"), ("[[1, true]]", "bool")])
+def test_samples_are_numbers(tmp_path: Path, samples: str, kind: str) -> None:
+    line = case("x", [1.0]) | {"samples_s": {"step": json.loads(samples)}, "rounds": []}
+    path = write(tmp_path / "a.jsonl", line)
+    why = f"{path}: expected seconds as numbers in the samples of case 'x', got {kind}; e.g. 0.125"
+    with pytest.raises(ValueError, match=re.escape(why)):
+        load([path])
 
 
 @pytest.mark.parametrize("seconds", ["Infinity", "NaN", "1e300", "-0.1", "1e-300"])
@@ -151,7 +186,7 @@ def test_an_impossible_time_is_refused(tmp_path: Path, seconds: str, from_sample
         line = case("x", samples_s={}, metrics={"step_s": 77}, rounds=[])
     path = Path(write(tmp_path / "a.jsonl", line))
     path.write_text(path.read_text().replace(" 77", f" {seconds}"))
-    if not from_samples and seconds in ("Infinity", "NaN", "-0.1"):
+    if not from_samples and seconds in ("NaN", "-0.1"):
         (row,) = load([str(path)])[0].rows.values()
         assert row.time_s == 0  # ignored
         return

@@ -232,12 +232,13 @@ def test_foreign_pages_are_not_replaced(tmp_path: Path) -> None:
     report, page = write(tmp_path / "a.jsonl", case("x")), tmp_path / "page.html"
     for _ in range(2):
         assert run("report.py", report, "-o", str(page)).returncode == 0
-    page.write_text("<p>my notes</p>")
+    notes = "<p>my notes about torchrun-bench</p>"
+    page.write_text(notes)
     done = run("report.py", report, "-o", str(page))
     assert done.returncode == 2
     why = f"{page} exists and was not written by torchrun-bench; give another path\n"
     assert done.stderr == f"report.py: error: {why}"
-    assert page.read_text() == "<p>my notes</p>"
+    assert page.read_text() == notes
     page.write_text("")
     assert run("report.py", report, "-o", str(page)).returncode == 0
 
