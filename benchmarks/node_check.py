@@ -88,10 +88,10 @@ from harness.benchmark import LOAD_UNKNOWN, Benchmark, Build, Derive, Key, Plann
 from harness.cpu_load import Others
 from harness.environment import (
     count_of,
-    lacking,
+    gpu_problems,
+    memory_in_use,
     node_names,
     node_of_each,
-    occupied,
     rank_names,
 )
 from harness.report import Case, Report
@@ -627,8 +627,8 @@ def conclude(
 def unfit(environment: dict[str, Any], gpus: int | None) -> dict[int, str]:
     """The nodes that have too few GPUs, GPUs with memory errors, or GPUs whose memory was in use by
     other processes before the run: node -> why. gpus: --gpus."""
-    why = lacking(environment, gpus)
-    for node, held in occupied(environment).items():
+    why = gpu_problems(environment, gpus)
+    for node, held in memory_in_use(environment).items():
         why[node] = "; ".join(filter(None, [why.get(node), held]))
     return why
 

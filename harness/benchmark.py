@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from common.errors import LostPeer
+from common.errors import LostPeer, Refused
 from common.groups import Group, GroupCache, Subgroups, connect, local_rank, lost_peer
 from common.join import join, world
 from common.stats import Implausible, Times
@@ -191,8 +191,10 @@ class Benchmark:
         measured_on = self.job.broadcast(collected)
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
-        if problem := environment.problem(measured_on, tested):
-            self.refuse(problem)
+        try:
+            environment.refuse_differences(self.job, measured_on, contents.loaded(), tested)
+        except Refused as error:
+            self.refuse(str(error))
         # Added to every key. Those of rank 0, because under RPC the servers and the trainers may be
         # on different devices.
         place = {"device": self.job.device.type, "backend": self.job.backend}
@@ -206,7 +208,11 @@ class Benchmark:
     def open_report(self) -> None:
         """Start or resume the report. All ranks call it once all modules of the models have been
         imported, since their contents are part of the first line."""
-        self.report.environment["contents"] = contents.loaded()
+        loaded = self.report.environment["contents"] = contents.loaded()
+        try:
+            environment.refuse_other_files(self.job, self.report.environment, loaded)
+        except Refused as error:
+            self.refuse(str(error))
         self.replaced = self.prepare("--json", self.start_report)
         if self.replaced:
             self.print(f"# the existing report was moved to {self.replaced}")

@@ -1,28 +1,31 @@
-"""The environment of a run: software, ranks, nodes, GPUs and variables, with warnings about
-differences between ranks or nodes."""
+"""The environment of a run: software, ranks, nodes, GPUs and variables, and which jobs are refused
+because of it."""
 
 import json
 import os
 import platform
 import re
+import shlex
 import socket
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
-from statistics import mode
 from typing import Any
 
 import psutil
 import torch
 
+from common.errors import Refused
 from common.groups import Job
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from harness.cli import TURN, cut, version
+from harness.contents import differing
 from harness.cpu_load import BUSY, Others
-from harness.report import FAMILIES, shown, without_secrets
+from harness.report import FAMILIES, without_secrets
 
 # Variables that FAMILIES match, but that do not affect the measurement
 PER_RUN = (
@@ -36,20 +39,11 @@ GPU_STATE = (  # fields to query with nvidia-smi, in addition to the index
     f"uuid,name,driver_version,mig.mode.current,ecc.mode.current,{UNCORRECTED},"
     "power.limit,clocks.max.sm,temperature.gpu,clocks_event_reasons.active"
 )
-# Prefixes of variables that should be the same on all ranks, ...
-ON_ALL_RANKS = (
-    *("NCCL_", "RCCL_", "TORCH_", "OMP_", "GLOO_", "UCX_", "FI_", "MLX5_", "HSA_", "LD_PRELOAD"),
-)
-# ... except those that differ by design: devices, network adapters, and threads. The number of
-# threads of each rank is compared instead.
+# Variables of FAMILIES that differ between ranks by design: devices, network adapters, folders, and
+# threads. The number of threads of each rank is compared instead.
 BY_DESIGN = re.compile(
-    r".*(_VISIBLE_DEVICES|_HCA|_NET_DEVICES)|NCCL_HOSTID"
-    r"|OMP_(NUM_THREADS|PLACES|PROC_BIND|.*AFFINITY.*)"
-)
-OF_NODES = ("device", "cpu", "kernel", "cores", "topology")  # expected to be equal on all nodes
-OF_GPUS = (  # expected to be equal for all GPUs
-    *("name", "driver_version", "power.limit", "clocks.max.sm"),
-    *("ecc.mode.current", "mig.mode.current"),
+    r".*(_VISIBLE_DEVICES|_HCA|_NET_DEVICES|_DIR|_DIRECTORY)|NCCL_HOSTID|TORCHELASTIC_.*"
+    r"|OMP_(NUM_THREADS|PLACES|PROC_BIND|.*AFFINITY.*)|(GOMP|KMP)_.*AFFINITY.*"
 )
 MOST_LINES = 16  # maximum number of warnings of a kind
 HELD_GIB = 1.0  # GPU memory that a driver may use itself, rounded up
@@ -109,7 +103,6 @@ def collect(
     ranks = [rank for rank, _ in rows]
     nodes = [rank | node for rank, node in rows if node]
     of_ranks = [with_changes(of_rank_0, row) for _, row in gathered]
-    lines = variable_lines(of_ranks, [rank["host"] for rank in ranks])
     counts = [len(node["gpus"]) for node in nodes]
     for node in nodes:
         node["gpus"] = used_gpus(node["gpus"], ranks)
@@ -133,15 +126,14 @@ def collect(
         "gpus": [node["gpus"] for node in nodes],
         "gpu_counts": counts,
         "ranks": ranks,
-        "differences": lines + differences(nodes, ranks),
         "variables": variables,
         "other_variables": other_variables(of_ranks),
     }
 
 
 def is_compared(variable: str) -> bool:
-    """Whether a variable is expected to have the same value on all ranks."""
-    return variable.startswith(ON_ALL_RANKS) and not BY_DESIGN.fullmatch(variable)
+    """Return whether a variable is expected to have the same value on all ranks."""
+    return variable.startswith(FAMILIES) and not BY_DESIGN.fullmatch(variable)
 
 
 def changes(usual: Variables, mine: Variables) -> dict[str, str | None]:
@@ -168,25 +160,6 @@ def other_variables(of_ranks: Sequence[Variables], first: int = 0) -> list[dict[
             differing = changes(of_ranks[first], of_ranks[ranks[0]])
             sets.append({"ranks": ranks, "variables": differing})
     return sets
-
-
-def variable_lines(of_ranks: Sequence[Variables], hosts: Sequence[str]) -> list[str]:
-    """A line per host and set of variables that is not the most common one, with both values.
-
-    of_ranks, hosts: variables and host of each rank.
-    """
-    texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
-    first = texts.index(mode(texts))  # a rank with the most common set
-    lines = []
-    for row in other_variables(of_ranks, first):
-        parts = [
-            f"{name} {shown(value)} (rank {first}: {shown(of_ranks[first].get(name))})"
-            for name, value in row["variables"].items()
-        ]
-        for host in dict.fromkeys(hosts[rank] for rank in row["ranks"]):
-            ranks = cut([rank for rank in row["ranks"] if hosts[rank] == host])
-            lines.append(f"variables of rank {ranks} on {host} differ: {cut(parts, 16)}")
-    return bounded(lines, "hosts with other variables")
 
 
 def bounded(lines: list[str], noun: str) -> list[str]:
@@ -247,8 +220,8 @@ def describe_rank(job: Job) -> dict[str, Any]:
     return row
 
 
-def run(command: list[str]) -> str:
-    """The output of a command; "" if it is missing, fails or takes more than 20 s."""
+def output_of(command: list[str]) -> str:
+    """Return the output of a command; "" if it is missing, fails or takes more than 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -262,7 +235,7 @@ def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
     query: names of fields, separated by commas. The field `index` precedes them in each row.
     """
     fields = ["index", *query.split(",")]
-    text = run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    text = output_of(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
     rows = [line.split(", ") for line in text.splitlines()]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
@@ -287,7 +260,7 @@ def used_gpus(gpus: list[dict[str, str]], ranks: list[dict[str, Any]]) -> list[d
 
 def topology(cuda: bool) -> str:
     """The topology of this node's devices, as text."""
-    if cuda and (text := run(["nvidia-smi", "topo", "-m"])):
+    if cuda and (text := output_of(["nvidia-smi", "topo", "-m"])):
         return re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined
     numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     cores, cpus = psutil.cpu_count(logical=False) or "?", psutil.cpu_count()
@@ -303,13 +276,56 @@ def cpu_model() -> str:
     return platform.machine()
 
 
-def problem(environment: dict[str, Any], tested: range | None = None) -> str | None:
-    """Why a run must not start, or None: nodes have different versions of torch or NCCL, or ranks
-    share a GPU under NCCL.
+def refuse_differences(
+    job: Job, environment: dict[str, Any], contents: Mapping[str, str], tested: range | None = None
+) -> None:
+    """Raise Refused if the ranks cannot be measured together: their command lines, files, or
+    versions of torch or NCCL differ, or ranks share a GPU under NCCL. All ranks call it, before any
+    of them uses NCCL.
 
-    tested: the ranks that NCCL connects; None for all.
+    contents: hashes of the modules of this rank. tested: the ranks that NCCL connects; None for
+    all.
     """
-    ranks = environment["ranks"]
+    words = [os.path.basename(sys.argv[0]), *without_paths(sys.argv[1:])]
+    first = job.broadcast(words)
+    rows = job.gather(None if words == first else words) or []
+    problem = None
+    if others := [rank for rank, row in enumerate(rows) if row]:
+        problem = (
+            f"expected the same arguments on all ranks, got `{shlex.join(rows[others[0]])}` on "
+            f"rank {cut(others)}, `{shlex.join(first)}` on rank 0"
+        )
+    problem = job.broadcast(problem) or version_problem(environment["ranks"])
+    # NCCL 2.30 and newer support sharing with this variable
+    can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    shared = shared_gpu(environment, tested)
+    if shared and not problem and "nccl" in environment["backend"] and not can_share:
+        problem = (
+            f"{shared}; NCCL requires one GPU per rank: start fewer ranks per node, or use "
+            "--backend gloo"
+        )
+    if problem:
+        raise Refused(problem)
+    refuse_other_files(job, environment, contents)
+
+
+def refuse_other_files(job: Job, environment: dict[str, Any], contents: Mapping[str, str]) -> None:
+    """Raise Refused if a rank has imported a module with other contents than rank 0's. All ranks
+    call it."""
+    rows = job.gather(differing(job.broadcast(dict(contents)), contents)) or []
+    problem = None
+    if others := [rank for rank, row in enumerate(rows) if row]:
+        host = environment["ranks"][others[0]]["host"]
+        problem = (
+            f"expected the same files on all ranks, but {cut(rows[others[0]])} of rank "
+            f"{cut(others)} ({host}) differ from rank 0's; use one checkout on all nodes"
+        )
+    if problem := job.broadcast(problem):
+        raise Refused(problem)
+
+
+def version_problem(ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return which node has another version of torch or NCCL than most ranks; None if no node."""
     for name in ("torch", "nccl"):
         # "" for a server on the CPU, which does not use NCCL
         counts = Counter(row[name] for row in ranks if row[name]).most_common()
@@ -317,55 +333,43 @@ def problem(environment: dict[str, Any], tested: range | None = None) -> str | N
             usual, rarest = counts[0][0], counts[-1][0]
             host = next(row["host"] for row in ranks if row[name] == rarest)
             return f"{name} is {rarest} on {host}, {usual} elsewhere"
-    shared = sharing(environment, tested)
-    # NCCL 2.30 and newer support sharing with this variable
-    can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if shared and "nccl" in environment["backend"] and not can_share:
-        hint = "start fewer ranks per node, or use --backend gloo"
-        return f"{shared}; NCCL requires one GPU per rank: {hint}"
     return None
 
 
-def differences(nodes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[str]:
-    """A line for each node that differs from most nodes, with both values of each property.
+def without_paths(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with PATH instead of the values of --json and --profile.
+    They may differ between ranks: rank 0 alone writes the report, and each rank writes its own
+    traces."""
+    flags = ("-J", "--json", "--output-file", "--output_file", "--profile")
+    kept: list[str] = []
+    for last, word in zip(["", *words], words, strict=False):
+        name, equals, _ = word.partition("=")
+        if last in flags and word != "-":
+            word = "PATH"
+        elif name in flags and equals:
+            word = f"{name}=PATH"
+        kept.append(word)
+    return kept
 
-    nodes: the `host` of each node, its OF_NODES, and its `gpus` as returned by `gpu_state`. ranks:
-    the `host`, `local_rank` and `threads` of each rank.
+
+def shared_gpu(environment: dict[str, Any], tested: range | None = None) -> str | None:
+    """Return `ranks 0 and 1 share a GPU on host`; None if each rank has its own GPU.
+
+    tested: the ranks to check; None for all.
     """
-    lines = []
-    usual_threads = mode(row["threads"] for row in ranks)
-    other_threads: dict[int, list[dict[str, Any]]] = {}  # by node: ranks with another number
-    for row, number in zip(ranks, node_of_each({"ranks": ranks}), strict=True):
-        if row["threads"] != usual_threads:
-            other_threads.setdefault(number, []).append(row)
-    usual_of = {name: mode(node[name] for node in nodes) for name in OF_NODES}
-    gpus = [gpu for node in nodes for gpu in node["gpus"]]
-    usual_gpu = {name: mode(gpu[name] for gpu in gpus) for name in OF_GPUS} if gpus else {}
-    for number, node in enumerate(nodes):
-        parts = []
-        for name, usual in usual_of.items():
-            if node[name] != usual:
-                values = "" if name == "topology" else f" {node[name]} ({usual} elsewhere)"
-                parts.append(f"{name}{values}")
-        for name, usual in usual_gpu.items():
-            if odd := [gpu for gpu in node["gpus"] if gpu[name] != usual]:
-                got = cut(list(dict.fromkeys(gpu[name] for gpu in odd)))
-                where = f"GPU {cut([gpu['index'] for gpu in odd])}"
-                where = "its GPUs" if len(odd) == len(node["gpus"]) else where
-                parts.append(f"{re.sub('[_.]', ' ', name)} of {where} {got} ({usual} elsewhere)")
-        if odd_ranks := other_threads.get(number):
-            numbers = cut([row["rank"] for row in odd_ranks])
-            got = cut(list(dict.fromkeys(row["threads"] for row in odd_ranks)))
-            parts.append(f"threads of rank {numbers}: {got} ({usual_threads} elsewhere)")
-        if parts:
-            lines.append(f"{node['host']} differs: {'; '.join(parts)}")
-    return bounded(lines, "nodes that differ")
+    owners: dict[tuple[str, str], int] = {}
+    for row in environment["ranks"]:
+        if row["uuid"] and (tested is None or row["rank"] in tested):
+            other = owners.setdefault((row["host"], row["uuid"]), row["rank"])
+            if other != row["rank"]:
+                return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
+    return None
 
 
-def occupied(environment: dict[str, Any]) -> dict[int, str]:
-    """The nodes on which other processes were using memory of the job's GPUs before the run -> a
-    text with the amounts. Up to HELD_GIB per GPU is ignored, and so are GPUs in MIG mode, whose
-    other instances may belong to other jobs."""
+def memory_in_use(environment: dict[str, Any]) -> dict[int, str]:
+    """Return the nodes on which other processes were using memory of the job's GPUs before the run
+    -> a text with the amounts. Up to HELD_GIB per GPU is ignored, and so are GPUs in MIG mode,
+    whose other instances may belong to other jobs."""
     held = {}
     for node, gpus in enumerate(environment["gpus"]):
         parts = []
@@ -379,8 +383,8 @@ def occupied(environment: dict[str, Any]) -> dict[int, str]:
     return held
 
 
-def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
-    """The nodes with uncorrected memory errors or with too few GPUs -> the reason.
+def gpu_problems(environment: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
+    """Return the nodes with uncorrected memory errors or with too few GPUs -> the reason.
 
     wanted: expected number of GPUs per node; by default the largest number found on a node.
     """
@@ -401,22 +405,8 @@ def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int,
     return why
 
 
-def sharing(environment: dict[str, Any], tested: range | None = None) -> str | None:
-    """`ranks 0 and 1 share a GPU on host`; None if each rank has its own GPU.
-
-    tested: the ranks to check; None for all.
-    """
-    owners: dict[tuple[str, str], int] = {}
-    for row in environment["ranks"]:
-        if row["uuid"] and (tested is None or row["rank"] in tested):
-            other = owners.setdefault((row["host"], row["uuid"]), row["rank"])
-            if other != row["rank"]:
-                return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
-    return None
-
-
 def preamble(environment: dict[str, Any]) -> str:
-    """The `#` lines below the command: versions, ranks, each distinct topology, and warnings."""
+    """Return the `#` lines below the command: versions, ranks, and each distinct topology."""
     cuda = ""
     if environment["cuda"]:
         cuda = f", CUDA {environment['cuda']}, NCCL {environment['nccl']}"
@@ -433,21 +423,9 @@ def preamble(environment: dict[str, Any]) -> str:
     for text in dict.fromkeys(environment["topologies"]):
         lines += text.splitlines()
     lines.append(UNITS)
-    lines += [f"warning: {warning}" for warning in warnings_of(environment)]
     return "\n".join(f"# {line}" for line in lines)
 
 
 def count_of(count: int, noun: str) -> str:
     """A count with its noun: `1 rank`, `1,024 ranks`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-def warnings_of(environment: dict[str, Any]) -> list[str]:
-    """A line for each condition that makes results doubtful: ranks and nodes that differ, and GPUs
-    that are shared by ranks or used by other processes."""
-    warnings = list(environment["differences"])
-    if shared := sharing(environment):
-        warnings.append(f"{shared}: each one's times include the other's work")
-    names = node_names(environment)
-    held = [f"{names[node]}: {why}" for node, why in occupied(environment).items()]
-    return warnings + bounded(held, "nodes with memory in use")

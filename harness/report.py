@@ -7,9 +7,9 @@ or a full disk loses only the case in flight. benchmarks/ writes reports and ana
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -36,16 +36,19 @@ SAME = (
 SAME_OF_RANKS = ("device", "cores", "threads")
 OF_A_JOB = ("SLURM_JOB_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES")
 OF_A_PLACE = ("_DIR", "_DIRECTORY")  # such as caches, which often have a folder per job
-# Prefixes of the variables that can affect a measurement.
+# Prefixes of the variables that can affect a measurement: --resume and ab.py compare them between
+# runs, and a run between its ranks.
 FAMILIES = (
     *("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "TP_", "TORCH", "PYTORCH_", "TRITON_"),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32", "ATEN_CPU_", "DNNL_", "ONEDNN_"),
     *("RCCL_", "HSA_", "HIP_", "MLX5_", "LD_", "PYTHON"),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+    *("MALLOC_", "TCMALLOC_", "GLIBC_TUNABLES"),
 )
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of the disk, not of use
-SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "AUTH", "CRED")  # in the names of secret variables
-ROUNDS = 10_000  # PBKDF2 iterations, which slow down a dictionary attack
+# In the names of variables with secrets; TOKENIZERS_PARALLELISM has none
+SECRET = re.compile("TOK(?!ENIZ)|KEY|SECRET|PASS|PWD|AUTH|BEARER|CRED")
+USER_IN_URL = re.compile(r"://[^/\s@]+@")
 
 
 def with_estimates(content: Any) -> Any:
@@ -275,19 +278,12 @@ def shown(value: Any) -> str:
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with the values of secrets replaced by a short hash.
-
-    Variables whose names contain one of SECRETS count as secrets. Equal values have equal hashes,
-    so runs can still be compared. A hash has 24 bits, far too few to recover a random secret.
-    """
-    public = {}
-    for name, value in variables.items():
-        if any(word in name.upper() for word in SECRETS):
-            content = os.fsencode(value)
-            digest = hashlib.pbkdf2_hmac("sha256", content, os.fsencode(name), ROUNDS)
-            value = f"(not shown; hash {digest.hex()[:6]})"
-        public[name] = value
-    return public
+    """Return the variables with `(set)` instead of the values of secrets, which their names show,
+    and of user names and passwords in URLs."""
+    return {
+        name: "(set)" if SECRET.search(name.upper()) else USER_IN_URL.sub("://(set)@", value)
+        for name, value in variables.items()
+    }
 
 
 def open_alone(path: str) -> IO[bytes]:

@@ -67,6 +67,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     built, timed or sent."""
     from common import groups, rpc
     from harness import benchmark, environment
+    from harness.observe import nodes
     from harness.observe.load import Load
 
     size = recording["world_size"]
@@ -99,6 +100,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         patch.dict(os.environ, launcher),
         patch.object(benchmark, "join", join),
         patch.object(environment, "collect", return_value=measured_on),
+        patch.object(nodes, "differences_of", return_value=measured_on["differences"]),
         patch.object(groups.GroupCache, "acquire", return_value=None),
         patch.object(groups.GroupCache, "release"),
         patch.object(benchmark.Benchmark, "attempt", return_value=None),

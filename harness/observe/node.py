@@ -8,7 +8,7 @@ import psutil
 
 from harness.benchmark import Benchmark, Observer
 from harness.cli import cut
-from harness.environment import bounded, gpu_state, lacking, used_gpus
+from harness.environment import bounded, gpu_problems, gpu_state, used_gpus
 
 # The bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons.
 THROTTLED = {
@@ -79,7 +79,7 @@ def warnings_at_start(environment: dict[str, Any]) -> list[str]:
     CUDA with a single core."""
     hosts = environment["hosts"]
     warnings = throttled(hosts, environment["gpus"])
-    warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
+    warnings += [f"{hosts[node]}: {why}" for node, why in gpu_problems(environment).items()]
     for row in environment["ranks"]:
         if row["uuid"] and row["cores"] == 1:
             warnings.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -18,10 +17,11 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from common import groups, join
+from common.errors import Refused
 from harness import cpu_load, environment
 from harness.benchmark import Benchmark
 from harness.cpu_load import Others
-from harness.environment import problem
+from harness.observe import nodes
 from tests import process
 
 
@@ -29,43 +29,84 @@ def rank(number: int, **more: Any) -> dict[str, Any]:
     return {"rank": number, "host": "a", "uuid": f"G{number}", "torch": "2", "nccl": "2"} | more
 
 
+class Lonely:
+    """Rank 0 of a job whose other ranks send these values, one per gather."""
+
+    def __init__(self, *gathered: Any) -> None:
+        self.gathered = list(gathered)
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *(self.gathered.pop(0) if self.gathered else ())]
+
+
+def refusal(found: dict[str, Any], *gathered: Any, tested: range | None = None) -> str:
+    """Why this job is refused; "" if it is not."""
+    job: Any = Lonely(*gathered)
+    try:
+        environment.refuse_differences(job, found, {"x.py": "1"}, tested)
+    except Refused as error:
+        return str(error)
+    return ""
+
+
 def test_jobs_that_must_not_be_measured() -> None:
     """Ranks that share a GPU under NCCL are refused, and so is a node with another torch."""
     shared: dict[str, Any] = {"backend": "nccl", "variables": {}}
     shared["ranks"] = [rank(0), rank(1, uuid="G0")]
     for backend in ("nccl", "nccl2", "cpu:gloo,cuda:nccl"):
-        told = problem(shared | {"backend": backend}) or ""
+        told = refusal(shared | {"backend": backend})
         assert told.startswith("ranks 0 and 1 share a GPU on a; NCCL requires one")
-    assert problem(shared, tested=range(1)) is None  # rank 1 is a server
-    assert problem(shared | {"backend": "gloo"}) is None
-    assert problem(shared | {"ranks": [rank(0), rank(1, uuid="G0", host="b")]}) is None
-    assert problem(shared | {"ranks": [rank(0), rank(1, nccl="", uuid="")]}) is None
+    assert refusal(shared, tested=range(1)) == ""  # rank 1 is a server
+    assert refusal(shared | {"backend": "gloo"}) == ""
+    assert refusal(shared | {"ranks": [rank(0), rank(1, uuid="G0", host="b")]}) == ""
+    assert refusal(shared | {"ranks": [rank(0), rank(1, nccl="", uuid="")]}) == ""
     # NCCL 2.30 allows it, and older versions print why they do not
-    assert problem(shared | {"variables": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}) is None
+    assert refusal(shared | {"variables": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}) == ""
     mixed = shared | {"ranks": [rank(0), rank(1), rank(2, host="b", torch="1")]}
-    assert problem(mixed) == "torch is 1 on b, 2 elsewhere"
+    assert refusal(mixed) == "torch is 1 on b, 2 elsewhere"
+
+
+def test_ranks_with_other_arguments_or_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that only some ranks write may differ."""
+    monkeypatch.setattr("sys.argv", ["/a/x.py", "--json", "r0", "--profile=t0", "-b", "8 M"])
+    found = {"backend": "gloo", "variables": {}, "ranks": [rank(0), rank(1, host="b"), rank(2)]}
+    given = ["x.py", "--json", "PATH", "--profile=PATH", "-b"]
+    assert environment.without_paths(sys.argv[1:]) == [*given[1:], "8 M"]
+    assert environment.without_paths(["--json", "-", "-J", "x"]) == ["--json", "-", "-J", "PATH"]
+    assert refusal(found, [None, None], [[], []]) == ""
+    assert refusal(found, [[*given, "9"], [*given, "9"]]) == (
+        f"expected the same arguments on all ranks, got `{' '.join(given)} 9` on rank 1, 2, "
+        f"`{' '.join(given)} '8 M'` on rank 0"
+    )
+    assert refusal(found, [None, None], [["mine", "helper"], []]) == (
+        "expected the same files on all ranks, but mine, helper of rank 1 (b) differ from rank "
+        "0's; use one checkout on all nodes"
+    )
 
 
 def test_nodes_that_differ_are_named_and_counted() -> None:
     """400 of 1,200 nodes have half of the cores. One has another kernel and power limit, one
     another driver."""
-    gpu = dict.fromkeys(environment.OF_GPUS, "x") | {"index": "0", "power.limit": "700.00 W"}
-    same = dict.fromkeys(environment.OF_NODES, "x") | {"gpus": [gpu, gpu | {"index": "1"}]}
-    nodes = [same | {"host": f"n{i}", "cores": 8} for i in range(1200)]
+    gpu = dict.fromkeys(nodes.OF_GPUS, "x") | {"index": "0", "power.limit": "700.00 W"}
+    same = dict.fromkeys(nodes.OF_NODES, "x") | {"gpus": [gpu, gpu | {"index": "1"}]}
+    cluster = [same | {"host": f"n{i}", "cores": 8} for i in range(1200)]
     ranks = [{"rank": i, "local_rank": 0, "host": f"n{i}", "threads": 4} for i in range(1200)]
-    assert environment.differences(nodes, ranks) == []
-    few = [node | {"cores": 4} for node in nodes[:400]]
-    lines = environment.differences([*few, *nodes[400:]], ranks)
+    assert nodes.node_lines(cluster, ranks) == []
+    few = [node | {"cores": 4} for node in cluster[:400]]
+    lines = nodes.node_lines([*few, *cluster[400:]], ranks)
     assert lines[0] == "n0 differs: cores 4 (8 elsewhere)"
     assert lines[15:] == [
         "n15 differs: cores 4 (8 elsewhere)",
         "... and 384 more nodes that differ",
     ]
     capped = gpu | {"index": "1", "power.limit": "500.00 W"}
-    nodes[3] |= {"kernel": "5.10", "topology": "y", "gpus": [gpu, capped]}
-    nodes[5] |= {"gpus": [gpu | {"driver_version": "535"}] * 2}
+    cluster[3] |= {"kernel": "5.10", "topology": "y", "gpus": [gpu, capped]}
+    cluster[5] |= {"gpus": [gpu | {"driver_version": "535"}] * 2}
     ranks[5] |= {"threads": 1}
-    assert environment.differences(nodes, ranks) == [
+    assert nodes.node_lines(cluster, ranks) == [
         "n3 differs: kernel 5.10 (x elsewhere); topology; "
         "power limit of GPU 1 500.00 W (700.00 W elsewhere)",
         "n5 differs: driver version of its GPUs 535 (x elsewhere); "
@@ -87,9 +128,12 @@ def test_variables_of_some_ranks() -> None:
     are left out."""
     by_design = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "7", "NCCL_IB_HCA": "mlx5_0"}
     by_design |= {"UCX_NET_DEVICES": "mlx5_0:1", "OMP_PLACES": "{0}", "OMP_NUM_THREADS": "2"}
+    by_design |= {"TRITON_CACHE_DIR": "/1", "TORCHELASTIC_X": "1", "GOMP_CPU_AFFINITY": "0"}
     assert not [name for name in by_design if environment.is_compared(name)]
     assert not environment.is_compared("OMPI_COMM_WORLD_RANK")
-    assert environment.is_compared("LD_PRELOAD")
+    names = "LD_PRELOAD CUDA_LAUNCH_BLOCKING PYTORCH_CUDA_ALLOC_CONF MALLOC_ARENA_MAX TP_X FI_X "
+    names += "GLIBC_TUNABLES MKL_NUM_THREADS TCMALLOC_X NCCL_ALGO TORCH_X"
+    assert [name for name in names.split() if not environment.is_compared(name)] == []
     usual, ring = {"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring"}
     other = {"NCCL_DEBUG": "INFO\33[2J", "FI_PROVIDER": "efa"}
     of_ranks = [other, usual, usual, usual, ring, ring, ring]
@@ -108,12 +152,12 @@ def test_variables_of_some_ranks() -> None:
         {"ranks": [1, 2, 3], "variables": without_fi},
         {"ranks": [4, 5, 6], "variables": {**without_fi, "NCCL_ALGO": "Ring"}},
     ]
-    assert environment.variable_lines(of_ranks[1:4], hosts) == []
+    assert nodes.variable_lines(of_ranks[1:4], hosts) == []
     # of two different ranks, the first is the reference
-    assert environment.variable_lines(of_ranks[3:5], ["a", "b"]) == [
+    assert nodes.variable_lines(of_ranks[3:5], ["a", "b"]) == [
         "variables of rank 1 on b differ: NCCL_ALGO Ring (rank 0: unset)"
     ]
-    assert environment.variable_lines(of_ranks, hosts) == [
+    assert nodes.variable_lines(of_ranks, hosts) == [
         "variables of rank 4, 5 on b differ: NCCL_ALGO Ring (rank 1: unset)",
         "variables of rank 6 on c differ: NCCL_ALGO Ring (rank 1: unset)",
         "variables of rank 0 on a differ: FI_PROVIDER efa (rank 1: unset), "
@@ -128,14 +172,14 @@ def test_warnings_in_the_first_lines() -> None:
     found |= {"ranks": of_ranks, "differences": ["b is small"]}
     gpu = {"index": "0", "mig.mode.current": "Disabled", "memory.used": "20480 MiB"}
     found["gpus"] = [[gpu, gpu | {"index": "1", "mig.mode.current": "Enabled"}]]
-    assert environment.warnings_of(found) == [
+    assert nodes.warnings_of(found) == [
         "b is small",
         "ranks 0 and 1 share a GPU on a: each one's times include the other's work",
         "a: other processes were already using 20.0 GiB of GPU 0",
     ]
     for text in ("1024 MiB", "", "[N/A]"):  # memory of the driver itself, or unknown
         gpu["memory.used"] = text
-        assert environment.occupied(found) == {}
+        assert environment.memory_in_use(found) == {}
 
 
 NVIDIA_SMI = """\
@@ -168,14 +212,16 @@ def test_broken_and_missing_gpus() -> None:
         for i, count in enumerate(("0", "[N/A]", "1", "20", "0"))
     ]
     found = {"gpus": [gpus, gpus[:2], gpus[2:3]], "gpu_counts": [8, 7, 7]}
-    assert environment.lacking(found) == {
+    assert environment.gpu_problems(found) == {
         0: "GPU 2, 3 have uncorrected memory errors",
         1: "it has 7 of 8 GPUs",
         2: "GPU 2 has uncorrected memory errors; it has 7 of 8 GPUs",
     }
-    assert environment.lacking({"gpus": [[]], "gpu_counts": [0]}, 8) == {0: "it has 0 of 8 GPUs"}
+    assert environment.gpu_problems({"gpus": [[]], "gpu_counts": [0]}, 8) == {
+        0: "it has 0 of 8 GPUs"
+    }
     healthy = {"gpus": [gpus[:2]], "gpu_counts": [8]}
-    assert environment.lacking(healthy) == environment.lacking(healthy, 8) == {}
+    assert environment.gpu_problems(healthy) == environment.gpu_problems(healthy, 8) == {}
 
 
 @pytest.mark.parametrize("by_torchrun", [True, False])
@@ -194,7 +240,7 @@ def test_variables_that_the_user_has_set_are_kept(
     monkeypatch.setattr(os, "environ", clean | users | {"TORCH_secret": "hunter2"})
     told = environment.user_variables()
     secret = told.pop("TORCH_secret")
-    assert re.fullmatch(r"\(not shown; hash [0-9a-f]{6}\)", secret)
+    assert secret == "(set)"
     assert told.items() >= users.items()
     join.set_variables()
     assert os.environ.items() >= users.items()
