@@ -3,10 +3,11 @@
 
     back to back = each operation starts as soon as the previous one of its group has finished
     with gaps    = no operation starts earlier than in the job; busy waits replace the computation
-    replayed     = time of an operation in a replay with gaps (or back to back, if the recording has
-                   no times), from its start until its end is observed; over NCCL, between two CUDA
-                   events. It is the mean over the calls of a step on the slowest rank, and then the
-                   median over the replays
+    replayed     = time of an operation in a replay back to back, from its start until its end is
+                   observed; over NCCL, between two CUDA events. It is the mean over the calls on
+                   the slowest rank, and then the median over the replays
+    job          = the same mean in the job, in which ranks may also wait for late ranks
+    waits        = the part of it in which that rank waits: its calls minus the shortest of any rank
     alone        = time of the same operation with nothing else in flight
     busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, divided by its sum over all rows
@@ -24,7 +25,6 @@ BSD-3-Clause.
 """
 
 import argparse
-import gzip
 import hashlib
 import io
 import json
@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import cli, files
 
 cli.report_missing_packages()
 
@@ -58,21 +58,17 @@ from benchmarks.workloads import operations
 from benchmarks.workloads.operations import Member, Operation
 from benchmarks.workloads.room import check_room
 from common.groups import Group, Job, barrier_before_new_group, connect
-from common.stats import Times, drop_wide_interval, median, percentiles, show_seconds
+from common.stats import Estimate, Times, drop_wide_interval, median, percentiles, show_seconds
 from common.table import Columns, ends, metric, relative
-from common.timing import STEP, Step, Workload
+from common.timing import Step, Workload
 from harness.benchmark import Benchmark, Key, Planned
 from harness.environment import count_of
 from harness.report import Case
+from harness.traces import OPERATORS, Range, as_number, events_of, find_steps, is_step, rank_in_name
 
-# The rank in the name of a file: fr_0.json, nccl_trace_rank_0, rank0_trace.json.gz,
-# rank-0.Apr_03.json.gz; also after the name of a host, as in nccl_trace_rank_node2_5
-HOST = r"(?:\d*[A-Za-z].*|\d+(?:\.\d+){3})"
-NAMED = rf"(?:fr|rank)(?:[_-]{HOST}[_-](?=\d+(?:\.[A-Za-z.]+)?$)|[_-]?)(\d+)"
-RANK = re.compile(rf"{NAMED}|[_-](\d+)$")  # the second form is for other prefixes: trace_5
 UNEVEN = "parts differ in size, and only the sum is recorded"
+LATE = 0.05  # share of the job's step: longer waits for late ranks are named
 NO_ENTRIES = "a dump without operations; each backend has its own recorder"
-LARGEST_FILE = 2**32  # in bytes, uncompressed
 MARKERS = ("coalesced", "wait", "init")  # entries that do not transfer data
 # Names of types in recordings -> torch's. In a profile, gloo's operations have the names of C++
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
@@ -84,6 +80,8 @@ CPP_DTYPES |= {"unsigned char": "Byte"}
 # gather, scatter and sends are counted, but not replayed
 REPLAYED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 OPERATIONS = {name: operations.OPERATIONS[name] for name in REPLAYED}
+# In these, no rank can finish before the last rank has started
+SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 OPERATIONS["barrier"] = Operation(
     call=lambda src, dst, at, **more: dist.barrier(at.group, **more),
     expected=lambda at: [],
@@ -170,19 +168,20 @@ class Recording(NamedTuple):
 def find(folder: str, rank: int, world_size: int) -> tuple[Path, bool]:
     """The recording that this rank reads, and whether its name contains the rank.
 
-    Names by tensorboard_trace_handler do not contain it: these files are distributed in the order
-    of their names, and the rank is read from the file. Raises OSError or ValueError.
+    Names by tensorboard_trace_handler do not contain it: these files are distributed in the natural
+    order of their names, and the rank is read from the file. Raises OSError or ValueError.
     """
-    files = sorted(file for file in Path(folder).iterdir() if file.is_file())
+    inside = [path for path in files.files_of(folder) if not files.kind_of(path)]
+    files.check_total(folder, inside)
     named: dict[int, list[Path]] = defaultdict(list)
-    for file in files:
-        if match := RANK.search(file.name):
-            named[int(match[1] or match[2])].append(file)
+    for file in inside:
+        if (found := rank_in_name(file)) is not None:
+            named[found].append(file)
     for of_rank, same in named.items():
         if len(same) > 1:
             pair = f"{same[0].name} and {same[1].name}"
             raise ValueError(f"{folder} has several recordings of rank {of_rank}: {pair}; keep one")
-    unnamed = [file for file in files if file.name.endswith((".json", ".json.gz"))]
+    unnamed = [file for file in inside if file.name.endswith((".json", ".json.gz"))]
     count = len(named) or len(unnamed)
     if not count:
         expected = "expected a file of each rank, e.g. rank0_trace.json or nccl_trace_rank_0"
@@ -207,9 +206,9 @@ def read(folder: str, rank: int, world_size: int) -> Recording:
     path, is_named = find(folder, rank, world_size)
     try:
         content = decoded(path)
-        if "traceEvents" in content:
-            about = content.get("distributedInfo") or {}
-            recording = kineto(content, about)
+        if (events := events_of(content)) is not None:
+            about = content.get("distributedInfo") or {} if isinstance(content, dict) else {}
+            recording = kineto(events, about)
         else:
             about, recording = content, flight_recorder(content, world_size)
         check_times(recording)
@@ -231,26 +230,28 @@ def read(folder: str, rank: int, world_size: int) -> Recording:
 
 
 def in_order(recordings: Sequence[Recording]) -> list[Recording]:
-    """Sort the recordings by rank. Raises ValueError if there is not exactly one per rank."""
+    """Sort the recordings by rank. Raises ValueError if there is not exactly one per rank, or if
+    they have different numbers of steps."""
     ordered = sorted(recordings, key=lambda recording: recording.rank)
     ranks = [recording.rank for recording in ordered]
     if ranks != list(range(len(ranks))):
         raise ValueError(f"expected a recording of each of {len(ranks)} ranks, got ranks {ranks}")
+    counts = {recording.steps: recording.rank for recording in reversed(ordered)}
+    if len(counts) > 1:
+        each = ", ".join(f"rank {rank} has {count}" for count, rank in sorted(counts.items()))
+        raise ValueError(f"expected the same number of steps in all recordings; {each}")
     return ordered
 
 
-def decoded(path: Path) -> dict[str, Any]:
+def decoded(path: Path) -> Any:
     """Read a file with JSON or a pickle, possibly compressed. Raises ValueError or OSError."""
-    with open(path, "rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    with gzip.open(path) if is_gzip else open(path, "rb") as file:
-        data = file.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise ValueError(f"more than {LARGEST_FILE:,} bytes")
+    data = files.read(path)
     # Kineto may write white space first
-    is_json = data[:64].lstrip()[:1] in (b"{", b"[")
-    content = json.loads(data) if is_json else plain_pickle(data)
-    if not isinstance(content, dict) or not content.keys() & {"traceEvents", "entries"}:
+    is_json = data[:64].lstrip().startswith((b"{", b"["))
+    content = json.loads(data) if is_json else plain_pickle(bytes(data))
+    if events_of(content) is not None:
+        return content
+    if not isinstance(content, dict) or "entries" not in content:
         if isinstance(content, dict) and "pg_config" in content:
             raise ValueError(NO_ENTRIES)
         raise ValueError("neither a Kineto trace nor a dump of the flight recorder")
@@ -290,9 +291,9 @@ def whole(value: Any, what: str, least: int = 0) -> int:
 def collective(
     name: str,
     team: tuple[str, Sequence[int]],
-    seq: int,
+    seq: Any,
     dtype: str,
-    sizes: Sequence[int],
+    sizes: Sequence[Any],
     **job: Any,
 ) -> Collective:
     """Build a Collective from the values that all formats provide.
@@ -389,22 +390,27 @@ def elements(shapes: list[list[int]]) -> int:
 # -- Kineto ----------------------------------------------------------------------------------------
 
 
-def kineto(content: dict[str, Any], about: dict[str, Any]) -> Recording:
-    """Convert a trace of torch.profiler. about: its `distributedInfo`.
+def kineto(every: list[Any], about: dict[str, Any]) -> Recording:
+    """Convert the events of a trace of torch.profiler. about: its `distributedInfo`.
 
     Steps are marked by the profiler (`ProfilerStep#N`) or by `--profile` of these scripts.
     """
-    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-    events.sort(key=lambda event: event["ts"])
+    events = complete(every)
     configs = about.get("pg_config") or []
     ranks_of = {str(config.get("pg_name")): config["ranks"] for config in configs}
-    steps = [event for event in events if is_step(event)]
+    steps, _ = find_steps(
+        [
+            Range(event["ts"], event["ts"] + duration_us(event), event["name"], event.get("tid"))
+            for event in events
+            if is_step(event["name"], event.get("cat", ""))
+        ],
+        work_of(events),
+    )
     calls = over_nccl(events, ranks_of) or over_gloo(events, configs)
     if not calls:
         raise ValueError("a Kineto trace without collectives of NCCL or gloo")
-    start_us = min(event["ts"] for event in steps) if steps else calls[0].begin_s * 1e6
-    last = calls[-1].begin_s
-    end_us = max(event["ts"] + event["dur"] for event in steps) if steps else last * 1e6
+    start_us = steps[0].start if steps else calls[0].begin_s * 1e6
+    end_us = steps[-1].end if steps else calls[-1].begin_s * 1e6
     within = []
     for call in calls:
         begin_us = call.begin_s * 1e6
@@ -413,11 +419,41 @@ def kineto(content: dict[str, Any], about: dict[str, Any]) -> Recording:
     return Recording(len(steps), (end_us - start_us) / 1e6, within)
 
 
-def is_step(event: dict[str, Any]) -> bool:
-    """Whether an event is a step on the CPU. Traces also contain copies of steps for the GPU."""
-    name = event["name"]
-    is_named = name == STEP or name.startswith("ProfilerStep#")
-    return is_named and event.get("cat") == "user_annotation"
+def complete(every: list[Any]) -> list[dict[str, Any]]:
+    """The complete events of a trace in the order of their times, each of them once."""
+    found: dict[Any, dict[str, Any]] = {}
+    for event in every:
+        if event.get("ph") == "X":
+            start_us = as_number(event.get("ts"))
+            if start_us is None:
+                raise ValueError(f"an event at the time {str(event.get('ts'))[:40]}")
+            number = (event.get("args") or {}).get("External id")
+            same = map(str, [number, *map(event.get, ("dur", "name", "cat", "tid"))])
+            found[(start_us, *same)] = event | {"ts": start_us}
+    return sorted(found.values(), key=lambda event: event["ts"])
+
+
+def duration_us(event: dict[str, Any]) -> float:
+    """The duration of an event. Raises ValueError if it is not a number."""
+    duration = as_number(event.get("dur"))
+    if duration is None:
+        raise ValueError(f"an event that takes {str(event.get('dur'))[:40]} us")
+    return duration
+
+
+def work_of(events: list[dict[str, Any]]) -> list[float]:
+    """When the host started the kernels of a trace, or its operators if there are none, sorted."""
+    launched: dict[Any, float] = {}
+    kernels, operators = [], []
+    for event in events:
+        correlation, category = (event.get("args") or {}).get("correlation"), event.get("cat")
+        if category == "kernel":
+            kernels.append((correlation, event["ts"]))
+        elif category in ("cuda_runtime", "cuda_driver"):
+            launched[correlation] = event["ts"]
+        elif event["name"].startswith((*OPERATORS, "gloo:")):
+            operators.append(event["ts"])
+    return sorted([launched.get(number, start) for number, start in kernels] or operators)
 
 
 def over_nccl(events: list[dict[str, Any]], ranks_of: dict[str, Any]) -> list[Collective]:
@@ -429,7 +465,7 @@ def over_nccl(events: list[dict[str, Any]], ranks_of: dict[str, Any]) -> list[Co
     kernels_s: dict[Any, float] = {}  # operation that launched the kernel -> duration
     for event in comms:
         if event.get("cat") == "kernel":
-            kernels_s[event["args"].get("External id")] = event["dur"] / 1e6
+            kernels_s[event["args"].get("External id")] = duration_us(event) / 1e6
     calls = []
     for event in comms:
         about = event["args"]
@@ -439,10 +475,11 @@ def over_nccl(events: list[dict[str, Any]], ranks_of: dict[str, Any]) -> list[Co
         group = str(about.get("Process Group Name", about.get("Process Group ID", "")))
         label = about.get("Process Group Description") or ""
         team = (name_of_group(group, label), ranks_in(about, group, ranks_of))
-        sizes = [about["In msg nelems"], about["Out msg nelems"]]
+        sizes = [as_number(about[f"{side} msg nelems"]) for side in ("In", "Out")]
         job_s = kernels_s.get(about.get("External id"), 0.0)
         times = {"begin_s": event["ts"] / 1e6, "job_s": job_s}
-        call = collective(name, team, about.get("Seq") or 0, about["dtype"], sizes, **times)
+        seq = as_number(about.get("Seq") or 0)
+        call = collective(name, team, seq, about["dtype"], sizes, **times)
         splits = [about.get(f"{side} split size") for side in ("In", "Out")]
         if not call.problem and any(map(is_uneven, splits)):
             call = replace(call, problem=UNEVEN)
@@ -492,7 +529,7 @@ def over_gloo(events: list[dict[str, Any]], configs: list[dict[str, Any]]) -> li
         done: dict[str, Any] = same_size.pop() if same_size else {"args": {}, "dur": 0.0}
         types = [kind for by in (event, done) for kind in by["args"].get("Input type", [])]
         dtype = next((CPP_DTYPES[kind] for kind in types if kind in CPP_DTYPES), "Byte")
-        times = {"begin_s": event["ts"] / 1e6, "job_s": done["dur"] / 1e6}
+        times = {"begin_s": event["ts"] / 1e6, "job_s": duration_us(done) / 1e6}
         call = collective(name, team, 0, dtype, sizes, **times)
         splits = event["args"].get("Concrete Inputs", [])[3:5]
         if not call.problem and "alltoall" in name and any(map(is_uneven, splits)):
@@ -564,10 +601,10 @@ def choose(recordings: Sequence[Recording], only: Sequence[str] = (), gaps: bool
     lines = [f"{count} x {text}" for text, count in lost.items()]
     lines.append(f"not replayed: {lost.total()} of {sum(map(len, asked))} operations")
     kinds = sorted({call.kind for calls in kept for call in calls})
-    steps = max(1, *(recording.steps for recording in recordings))
+    steps = max(1, recordings[0].steps)  # the same on all ranks
     time_s = max(recording.time_s for recording in recordings)
-    if not min(recording.steps for recording in recordings):
-        steps, kept = 1, [since_first(calls) for calls in kept]
+    if not recordings[0].steps:
+        kept = [since_first(calls) for calls in kept]
         time_s = max((call.begin_s for calls in kept for call in calls), default=0.0)
         lines.append("the recording does not mark steps: `a step` is the whole recording")
     if not min(recording.time_s for recording in recordings):
@@ -695,7 +732,7 @@ def wait(work: Any) -> None:
 
 
 def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
-    """Replay the operations of this rank with gaps and back to back, and each kind alone."""
+    """Replay the operations of this rank back to back and with gaps, and each kind alone."""
     starts: dict[tuple[Kind, Any], Step] = {}
     mine = {(call.kind, call.team) for call in plan.calls[job.rank]}
     for team in sorted({call.team for calls in plan.calls for call in calls}):  # same on all ranks
@@ -720,10 +757,12 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
             if other == kind:
                 wait_alone(start())
 
-    parts: dict[str, Step] = {"back to back": replay} if plan.time_s else {}
+    parts: dict[str, Step] = {}
+    if plan.time_s:
+        parts["with gaps"] = partial(replay, end_s=plan.time_s)
     for kind in plan.kinds:
         parts[str(kind)] = partial(one_of, kind)
-    return Workload(partial(replay, end_s=plan.time_s), parts, returned=means)
+    return Workload(replay, parts, returned=means)
 
 
 def means(replays: list[Replay]) -> list[dict[Kind, float]]:
@@ -768,7 +807,7 @@ def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
     metrics = case.metrics
     timed = {"step": "back_to_back"}
     if plan.time_s:
-        timed = {"step": "with_gaps", "back to back": "back_to_back"}
+        timed["with gaps"] = "with_gaps"
         metrics["job_step_s"] = plan.time_s / plan.steps
     for name, prefix in timed.items():
         step = times.slowest(name) / plan.steps
@@ -785,17 +824,19 @@ def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
 
 def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
     """The row of a kind, without its share."""
-    calls = [call for row in plan.calls for call in row if call.kind == kind]
+    calls = [[call for call in row if call.kind == kind] for row in plan.calls]
     by_rank = []  # for each rank that has the kind, its mean time in each replay
     for replays in times.returned:
         if kind in replays[0]:
             by_rank.append([replay[kind] for replay in replays])
     seconds = {"replayed": median(np.max(by_rank, axis=0)), "alone": times.median(str(kind))}
-    job_s = [call.job_s for call in calls if call.job_s]
+    job_s = [fmean(call.job_s for call in row) for row in calls if any(call.job_s for call in row)]
     if job_s:
-        seconds["job"] = median(job_s)
+        seconds["job"] = Estimate(max(job_s))
     row: dict[str, Any] = kind._asdict()
-    row["calls"] = len(calls) / len(by_rank) / plan.steps
+    if job_s and kind.op in SYNCHRONIZING:
+        row["job_waits_s"] = waits_in_job(calls)
+    row["calls"] = sum(map(len, calls)) / len(by_rank) / plan.steps
     row["bus_factor"] = OPERATIONS[kind.op].bus(kind.group_ranks)
     bus_bytes = row["bus_factor"] * kind.size_bytes
     for name, estimate in seconds.items():
@@ -803,6 +844,23 @@ def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
         row[f"{name}_busbw_gb_per_s"] = bus_bytes / estimate / 1e9
     row["replayed_over_alone"] = drop_wide_interval(seconds["replayed"] / seconds["alone"])
     return row
+
+
+def waits_in_job(calls: Sequence[Sequence[Collective]]) -> float:
+    """How long the slowest rank of the job waited for late ranks in an operation: the mean over its
+    calls of their time minus the shortest time of any rank. calls: of each rank, in order."""
+    numbered: list[dict[Any, float]] = []  # by rank: team and number of the call -> seconds
+    for of_rank in calls:
+        counts: Counter[Any] = Counter()
+        numbered.append({})
+        for call in of_rank:
+            counts[call.team] += 1
+            numbered[-1][call.team, counts[call.team]] = call.job_s
+    slowest = max(numbered, key=lambda of_rank: fmean(of_rank.values()) if of_rank else 0)
+    return fmean(
+        job_s - min(of_rank[name] for of_rank in numbered if name in of_rank)
+        for name, job_s in slowest.items()
+    )
 
 
 COLUMNS: Columns = {  # GB/s are busbw
@@ -821,8 +879,13 @@ COLUMNS: Columns = {  # GB/s are busbw
     "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),
     "busbw\nfactor": metric("bus_factor", digits=4),
     "job\n(ms)": metric("job_s", 1e3, 3),
+    "waits\n(ms)": metric("job_waits_s", 1e3, 3),
     "job\n(GB/s)": metric("job_busbw_gb_per_s"),
 }
+
+
+def answers(metrics: dict[str, Any]) -> list[str]:
+    return [answer(metrics), *late_ranks(metrics)]
 
 
 def answer(metrics: dict[str, Any]) -> str:
@@ -838,6 +901,19 @@ def answer(metrics: dict[str, Any]) -> str:
     part = (alone / job_s).text("%", 100, 0)
     of_job = f"{part} of the job's step of {show_seconds(job_s)}"
     return f"{sentence}, {of_job}; with the job's gaps, a step takes {metrics['with_gaps_s']}"
+
+
+def late_ranks(metrics: dict[str, Any]) -> list[str]:
+    """The operation in which ranks waited longest for late ranks in the job, if that took more than
+    LATE of a step; in words."""
+    rows = [row for row in metrics["operations"] if "job_waits_s" in row]
+    row = max(rows, key=lambda row: row["calls"] * row["job_waits_s"], default=None)
+    if not row or row["calls"] * row["job_waits_s"] <= LATE * metrics.get("job_step_s", math.inf):
+        return []
+    name = f"{row['op']} of {row['group']}, {row['size_bytes']:,} bytes"
+    took, waits = show_seconds(row["job_s"].value), show_seconds(row["job_waits_s"])
+    what = f"takes {took} on the slowest rank, which waits {waits} of it for late ranks"
+    return [f"in the job, {name}, {what}"]
 
 
 def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -> None:
@@ -895,7 +971,7 @@ def main() -> int:
                 bench.print(f"# {case.check}")
             else:
                 bench.print_table(COLUMNS, rows)
-            bench.conclude(plan.lines if case.failed else [answer(case.metrics), *plan.lines], case)
+            bench.conclude(plan.lines if case.failed else answers(case.metrics) + plan.lines, case)
     return bench.status
 
 

@@ -381,7 +381,8 @@ MEASURED = {
         step gmean (ms); hook (ms); p50 sec/step; p75 sec/step; p90 sec/step; p95 sec/step;
         trainers; servers; phase; mean ms; stdev ms; min ms; max ms; p50 ms; p75 ms; p90 ms; p95 ms;
         count""",
-    "replay": "op; group; bytes; replayed (ms); alone (ms); calls; busbw factor; job (ms)",
+    "replay": """
+        op; group; bytes; replayed (ms); alone (ms); calls; busbw factor; job (ms); waits (ms)""",
     "rpc_latency": "p50 (us); p95 (us); p99 (us); calls/s; one way p50 (us); one way calls/s",
     "traffic": """
         mesh; rank; all axes (ms); across nodes; parameters (bytes); gradients (bytes);

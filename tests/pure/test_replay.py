@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,61 @@ def test_a_trace_over_nccl(tmp_path: Path) -> None:
     assert (call.begin_s, call.job_s) == pytest.approx((1e-3, 3e-4))
 
 
+def ranges(*names: str, length: float = 1e4, thread: int = 1, at: float = 0) -> list[Any]:
+    """Ranges of 10 ms that follow each other, as of record_function."""
+    about = {"ph": "X", "cat": "user_annotation", "tid": thread, "dur": length - 1}
+    return [about | {"name": name, "ts": at + 1e4 * n} for n, name in enumerate(names)]
+
+
+MARKS = ranges(*(f"ProfilerStep#{number}" for number in range(4)))
+CALLS = [comm(1e4 * number + at) for number in range(4) for at in (100, 2100, 4100)]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        MARKS + CALLS,
+        MARKS + ranges(*["step"] * 4, length=9e3, at=10) + CALLS,
+        # ranges within steps and in another thread, and every event twice
+        ranges(*["step"] * 4) + ranges(*["step"] * 4, length=5e3, at=10, thread=2) + CALLS,
+        (MARKS + CALLS) * 2,
+        [one | {"ts": str(one["ts"]), "dur": str(one["dur"])} for one in MARKS + CALLS],
+        # a fifth step at the end without its operators
+        [
+            *MARKS,
+            *ranges("ProfilerStep#4", at=4e4),
+            *CALLS,
+            *(one | {"name": "aten::mm", "args": {}} for one in CALLS),
+        ],
+    ],
+)
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_steps_and_calls_count_once(tmp_path: Path, events: list[Any], is_bare: bool) -> None:
+    """4 steps of 10 ms with 3 calls each."""
+    content = events if is_bare else {"traceEvents": events}
+    (tmp_path / "rank[0].json").write_text(json.dumps(content))
+    recording = replay.read(str(tmp_path), 0, 1)
+    assert (recording.steps, len(recording.calls)) == (4, 12)
+    assert recording.time_s == pytest.approx(0.04, rel=1e-3)
+    assert recording.calls[3].begin_s == pytest.approx(0.0101)
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (2, 2, 0)])
+def test_recordings_of_different_steps_are_refused(steps: tuple[int, ...]) -> None:
+    recordings = [Recording(count, 0.1, [], rank) for rank, count in enumerate(steps)]
+    with pytest.raises(
+        ValueError, match=r"same number of steps .*; rank \d has [01], rank \d has 2"
+    ):
+        replay.in_order(recordings)
+
+
+def test_a_pipe_in_the_folder_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank0.json")
+    with pytest.raises(ValueError, match="has no recordings; expected a file of each rank"):
+        replay.read(str(tmp_path), 0, 1)
+    assert of_kineto(tmp_path, comm(2000), name="rank_0.json").steps == 1
+
+
 @pytest.mark.parametrize(
     ("args", "ranks"),
     [
@@ -310,26 +366,6 @@ def test_a_trace_without_collectives_or_sizes(tmp_path: Path) -> None:
         of_kineto(tmp_path, event)
     with pytest.raises(ValueError, match=r"rank0.json: expected the recording of a rank, got an"):
         of_kineto(tmp_path, comm(2000), comm(2000, cat="kernel") | {"dur": float("nan")})
-
-
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [
-        ("fr_0.json", 0),
-        ("nccl_trace_rank_3", 3),
-        ("comm_lib_trace_rank_12", 12),
-        ("nccl_trace_rank_node2_5", 5),
-        ("nccl_trace_rank_10.0.0.1_5", 5),
-        ("rank7_trace.json.gz", 7),
-        ("rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz", 0),
-        ("rank2.1795837592.pt.trace.json", 2),
-        ("trace_4", 4),
-        ("frame.json", None),
-    ],
-)
-def test_the_rank_in_a_name(name: str, rank: Any) -> None:
-    match = replay.RANK.search(name)
-    assert (match and int(match[1] or match[2])) == rank
 
 
 def test_names_without_a_rank(tmp_path: Path) -> None:
@@ -407,9 +443,8 @@ def test_only_calls_recorded_on_all_ranks_are_replayed(rows: Any, kept: Any) -> 
 
 
 def test_replay_of_one_group() -> None:
-    """The ranks have recorded 3 and 2 steps."""
     row = [call(1), call(2), call(1, group="mesh_tp")]
-    plan = replay.choose([Recording(3, 0.03, row), Recording(2, 0.06, row)], ["dp"])
+    plan = replay.choose([Recording(3, 0.03, row), Recording(3, 0.06, row)], ["dp"])
     assert (plan.steps, plan.time_s, plan.calls) == (3, 0.06, [row[:2]] * 2)
     assert plan.lines == ["not replayed: 0 of 4 operations", NO_DURATIONS]
 
@@ -465,13 +500,15 @@ def test_the_table_by_hand() -> None:
     """8 MB on 4 ranks are replayed in 10 ms: algbw is 0.8 GB/s, and busbw 1.5 times as much.
 
     2 calls of 10 ms and 1 of 20 ms take half of the time each. Rank 1 takes half as long as rank 0.
+    In the job, rank 0's calls take 19 and 21 ms, and rank 1's 12 ms longer: it waits for rank 0.
     """
     four: dict[str, Any] = {"group": "dp", "ranks": (0, 1, 2, 3)}
     bigs = [call(seq, 8_000_000, job_s=0.019 + seq % 2 * 0.002, **four) for seq in range(4)]
     small = [call(seq, 4_000_000, op="all_gather", **four) for seq in (4, 5)]
     big, other = bigs[0].kind, small[0].kind
-    plan = replay.Plan(2, 0.2, [[*bigs, *small]] * 2, [big, other], [])
-    samples = {"step": 0.2, "back to back": 0.08, str(big): 0.005, str(other): 0.010}
+    early = [replace(each, job_s=each.job_s and each.job_s + 0.012) for each in bigs]
+    plan = replay.Plan(2, 0.2, [[*bigs, *small], [*early, *small]], [big, other], [])
+    samples = {"step": 0.08, "with gaps": 0.2, str(big): 0.005, str(other): 0.010}
     rows = {name: [[s] * 8, [s / 2] * 8] for name, s in samples.items()}
     case = Case(key={}, ranks=[0, 1], samples_s=rows, rounds=[4, 4])
     returned = [[{big: s, other: 2 * s}] * 8 for s in (0.010, 0.005)]
@@ -481,13 +518,16 @@ def test_the_table_by_hand() -> None:
     assert (m["job_step_s"], m["step_bytes"]) == (0.1, 2 * 8_000_000 + 4_000_000)
     expected = {
         "replayed_s": 0.010,
-        "job_s": 0.020,
+        "job_s": 0.032,
         "replayed_busbw_gb_per_s": 1.2,
         "alone_busbw_gb_per_s": 2.4,
-        "job_busbw_gb_per_s": 0.6,
+        "job_busbw_gb_per_s": 0.375,
         "replayed_over_alone": 2,
         "share": 0.5,
     }
     assert {name: row[name].value for name in expected} == pytest.approx(expected)
+    assert row["job_waits_s"] == pytest.approx(0.012)
     assert (row["calls"], last["calls"]) == (2, 1)
+    words = "takes 32.0 ms on the slowest rank, which waits 12.0 ms of it for late ranks"
+    assert replay.answers(m)[1:] == [f"in the job, all_reduce of dp, 8,000,000 bytes, {words}"]
     assert "job_s" not in last
