@@ -53,9 +53,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from benchmarks.workloads.check import verdict
 from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
+from benchmarks.workloads.rpc_flags import add_rpc_flags, rpc_options, rpc_workers
 from benchmarks.workloads.settings import side_by_side
 from common.groups import Group, Job
-from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
+from common.rpc import Roles
 from common.stats import Times
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
@@ -428,7 +429,7 @@ def main() -> int:
     timeout_s = args.straggler_timeout or args.timeout / 2
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        cases = [case._replace(key=case.key | options.key()) for case in cases]
+        cases = [case._replace(key=case.key | options.by_name()) for case in cases]
         update = f"{count_of(cases[0].key['batch_update_size'], 'gradient')} per update"
         title = f"Linear({args.in_features}, {args.out_features}), "
         title += f"{count_of(len(roles.trainers), 'trainer')} with batches of {args.batch_size}, "

@@ -69,11 +69,11 @@ from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, ran
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.settings import SEQUENTIAL
-from common.groups import NO_TIMEOUT, Group, barrier_before_new_group
+from common.groups import Group, barrier_before_new_group
 from common.stats import Estimate, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import RankTimes, Workload, rule_reached
-from harness.benchmark import Benchmark, Key, Planned
+from harness.benchmark import NO_TIMEOUT, Benchmark, Key, Planned
 from harness.report import Case
 
 IDLE_STEPS = 4  # steps timed before an asynchronous checkpoint, while nothing is saved

@@ -55,9 +55,10 @@ from benchmarks.workloads.check import compare_replicas, digest, relative_error,
 from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.phases import Phases, Stamps, pool
 from benchmarks.workloads.roles import args_of_rank, assign_roles
+from benchmarks.workloads.rpc_flags import add_rpc_flags, rpc_options, rpc_workers
 from benchmarks.workloads.settings import side_by_side
 from common.groups import Group, Job
-from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
+from common.rpc import Roles
 from common.stats import Times, median, percentiles
 from common.table import Columns, Table, fitted, metric, relative
 from common.timing import Workload
@@ -470,7 +471,7 @@ def main() -> int:
         kind = "sparse table" if args.sparse else "table"
         title = f"{roles} with a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
         title += f"\n{options}"
-        cases = plan(args, roles, options.key())
+        cases = plan(args, roles, options.by_name())
         bench.announce({title: cases})
         with rpc_workers(bench, roles, options) as devices:
             make = partial(build, bench.job, devices=[devices[r] for r in roles.servers])

@@ -76,15 +76,15 @@ from benchmarks.workloads.phases import (
     unaligned_metrics,
 )
 from benchmarks.workloads.roles import args_of_rank, assign_roles
+from benchmarks.workloads.rpc_flags import add_rpc_flags, rpc_options, rpc_workers
 from benchmarks.workloads.settings import side_by_side
 from benchmarks.workloads.training import training_metrics
 from common.groups import Group, Job
-from common.join import world
-from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
+from common.rpc import Roles
 from common.stats import Times, iteration_times, median
 from common.table import Columns, metric, relative
 from common.timing import Workload
-from harness.benchmark import Benchmark, Key, Planned
+from harness.benchmark import Benchmark, Key, Planned, find_world
 from harness.environment import count_of
 from harness.report import Case
 
@@ -629,7 +629,7 @@ def choose_roles(args: argparse.Namespace) -> Roles:
     counts = {"trainers": trainers or None, "servers": servers or None, "master": True}
     if trainers and not servers and not through_servers(args):
         # no servers, and a master only if there is a rank for it, so that both world sizes work
-        counts |= {"servers": 0, "master": world()[2] > trainers}
+        counts |= {"servers": 0, "master": find_world()[2] > trainers}
     cuda_trainers = args.ncudatrainer if trainers else None
     roles = assign_roles(args, cuda_trainers, args.ncudaserver, per_server=4, **counts)
     server_count = max(1, len(roles.servers))
@@ -673,7 +673,7 @@ def main() -> int:
     devices: list[str] = []
     with Benchmark("parameter_server", rank_args, roles.trainers) as bench, ExitStack() as stack:
         options = rpc_options(args, bench)
-        cases = plan(args, roles, options.key())
+        cases = plan(args, roles, options.by_name())
         title = title_of(args, roles, steps)
         if through_servers(args):
             title += f"\n{options}, wire {roles.wire(0, roles.servers[0])}"

@@ -61,9 +61,10 @@ from benchmarks.workloads import patterns
 from benchmarks.workloads.check import verdict
 from benchmarks.workloads.phases import unaligned_metrics
 from benchmarks.workloads.roles import args_of_rank, assign_roles
+from benchmarks.workloads.rpc_flags import add_rpc_flags, rpc_options, rpc_workers
 from benchmarks.workloads.settings import side_by_side
 from common.groups import Group, Job
-from common.rpc import Roles, add_rpc_flags, rpc_options, rpc_workers
+from common.rpc import Roles
 from common.stats import Estimate, Times, significant
 from common.table import Cell, Columns, Table, metric, number_of, relative
 from common.timing import Workload
@@ -288,7 +289,7 @@ def main() -> int:
     server = roles.servers[0]
     with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        cases = plan(args, roles, options.key())
+        cases = plan(args, roles, options.by_name())
         title = f"Callers: {len(roles.trainers)}, server: rank {server}; {options}"
         bench.announce({title: cases})
         with rpc_workers(bench, roles, options) as devices:

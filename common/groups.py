@@ -6,6 +6,7 @@ Consecutive cases over the same ranks share their groups.
 """
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -25,10 +26,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from common.errors import LostPeer
-from harness.cli import describe, write
 
-# Of the control group. Ranks outside a case wait there until it ends; the watchdog ends hangs.
-NO_TIMEOUT = timedelta(days=30)
+log = logging.getLogger(__name__)
 MAX_CACHED = 4  # sets of groups that stay open, e.g. those of 1, 2, 4 and 8 ranks
 
 Subgroups = tuple[tuple[int, ...], ...]  # a partition of the ranks of a case
@@ -49,7 +48,9 @@ class Job:
     store: dist.Store  # the store of the rendezvous
     control: dist.ProcessGroup  # gloo over all ranks, for metadata and decisions
     second_store: dist.Store | None = None  # a second connection to it, for the watchdog
-    timeout: timedelta = NO_TIMEOUT  # torch's own, of groups under test; beyond the watchdog's
+    # torch's own, of groups under test and of control groups; None for torch's default
+    timeout: timedelta | None = None
+    control_timeout: timedelta | None = None
     keeps_memory: bool = False  # whether glibc keeps freed memory: `keep_freed_memory` in join.py
     rendezvous_s: float = 0.0  # seconds until all ranks had joined
 
@@ -129,7 +130,7 @@ def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups) -> Group 
     """Create the groups of a case, with a group under test for each subgroup. Return None on ranks
     outside the case. All ranks of the job call it."""
     with lost_peer():
-        control: Any = dist.new_group(list(ranks), backend="gloo", timeout=NO_TIMEOUT)
+        control: Any = dist.new_group(list(ranks), backend="gloo", timeout=job.control_timeout)
     parts = list(map(list, subgroups))
     start = time.perf_counter()
     workload: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
@@ -153,8 +154,9 @@ def connect(group: dist.ProcessGroup, job: Job) -> float:
     cannot be aborted.
     Raises RuntimeError if the ranks cannot connect.
     """
-    with suppress(RuntimeError):  # mpi has no timeout, nor has fake in torch 2.11
-        group.set_timeout(job.timeout)
+    if job.timeout:
+        with suppress(RuntimeError):  # mpi has no timeout, nor has fake in torch 2.11
+            group.set_timeout(job.timeout)
     start = time.perf_counter()
     dist.all_reduce(torch.ones(1, device=job.device), group=group)
     if job.device.type == "cuda":
@@ -178,11 +180,12 @@ def abort_group(group: Group) -> None:
 
 def destroy(group: dist.ProcessGroup) -> None:
     """Destroy an idle group. The case is complete, so an error that NCCL reports only now is
-    printed and does not fail it."""
+    logged and does not fail it."""
     try:
         dist.destroy_process_group(group)
     except RuntimeError as error:
-        write(f"rank {dist.get_rank()}, closing a group: {describe(error)}")
+        reason = str(error).splitlines()[0]
+        log.warning(f"rank {dist.get_rank()}, closing a group: {type(error).__name__}: {reason}")
 
 
 def close_extra(group: Group) -> None:

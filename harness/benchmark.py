@@ -5,6 +5,7 @@ line of the report. If a case fails on any rank, its row shows the reason and th
 import argparse
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -14,14 +15,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from common.errors import LostPeer, Refused
-from common.groups import Group, GroupCache, Subgroups, connect, local_rank, lost_peer
+from common.errors import LostPeer, NotArrived, Refused
+from common.groups import Group, GroupCache, Job, Subgroups, connect, local_rank, lost_peer
 from common.join import join, world
 from common.stats import Implausible, Times
 from common.table import Columns, Table, omitted, render
@@ -40,6 +43,8 @@ from harness.cpu_load import BUSY, Others
 from harness.environment import others_text
 from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
 
+NO_TIMEOUT = timedelta(days=30)  # where hang detection ends hangs
+TORCH_WAITS = 4  # torch's own timeout beside a shorter one, as a multiple of --timeout
 LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
 Key = dict[str, Any]  # identifies a case; flat, JSON
@@ -80,8 +85,9 @@ class Observer:
         self.bench = bench
 
     @classmethod
-    def before_join(cls, args: argparse.Namespace) -> dict[str, Any]:
-        """Called before this rank joins the job. Returns arguments that replace those of `join`."""
+    def before_join(cls, args: argparse.Namespace) -> dict[str, timedelta]:
+        """Called before this rank joins the job. Returns the `timeout` of groups under test and the
+        `control_timeout` of control groups, if the observer replaces them."""
         return {}
 
     def begin(self, label: str, member: bool) -> None:
@@ -126,14 +132,19 @@ def observers() -> Sequence[type[Observer]]:
 
 
 @contextlib.contextmanager
-def end_on_lost_peer() -> Iterator[None]:
-    """End this process if another process of the job has died.
+def end_on_error() -> Iterator[None]:
+    """End this process with one line and a status if common/ raises one of its exceptions.
 
-    The launcher knows which one and ends the others; if it does not within 10 s, this process ends
-    with status 1.
+    If another process of the job has died, the launcher knows which one and ends the others. If it
+    does not within 10 s, this process ends with status 1.
     """
     try:
         yield
+    except Refused as error:
+        cli.refuse(str(error), prints=error.here or None)
+    except NotArrived as error:
+        prints = cli.is_rank_0() or (0 in error.missing and local_rank() == 0)
+        cli.exit_now(cli.HANG, f"HANG: {error}", prints)
     except LostPeer as error:
         reason = f"rank {os.environ.get('RANK', 0)} {error}"
         if local_rank() == 0:
@@ -142,10 +153,32 @@ def end_on_lost_peer() -> Iterator[None]:
         cli.exit_now(1, reason, prints=False)
 
 
+def find_world() -> tuple[int, int, int, int]:
+    """Return the rank, its index on its node, the world size and the number of ranks on the node.
+    Refuses tasks of a launcher that would each be a world of one."""
+    cli.refuse_worlds_of_one()
+    with end_on_error():
+        return world()
+
+
+def join_job(args: argparse.Namespace, kinds: Sequence[type[Observer]]) -> Job:
+    """Join the job. Torch's own timeouts end a hang, unless an observer replaces them."""
+    timeout = timedelta(seconds=args.timeout)
+    # ranks outside a case wait in the control group until it ends
+    limits = {"timeout": timeout, "control_timeout": TORCH_WAITS * timeout}
+    for kind in kinds:
+        limits |= kind.before_join(args)
+    job = join(args.device, args.backend, timeout, control_timeout=limits["control_timeout"])
+    # Imported modules are never garbage, so collections between cases need not traverse them.
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at exit
+    return replace(job, timeout=limits["timeout"])
+
+
 class Benchmark:
     """A run, as a context manager on every rank. On exit, `status` is the exit status."""
 
-    @end_on_lost_peer()
+    @end_on_error()
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
         """Join the job.
 
@@ -167,7 +200,7 @@ class Benchmark:
         self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
         self.measured: list[Key] = []
         self.names: dict[str, list[str]] = {}  # title of a table -> names of its planned cases
-        rank, on_node, _, _ = world()
+        rank, on_node, _, _ = find_world()
         self.is_first = rank == 0
         # maximum width of a table in characters; None for no limit
         self.max_width = terminal_width() if self.is_first and not args.wide else None
@@ -181,9 +214,7 @@ class Benchmark:
         memory_held = environment.gpu_memory() if on_node == 0 and not pipes else {}
         files = [cli.take_stdout()] if args.json == "-" else []
         kinds = observers()
-        for kind in kinds:
-            kind.before_join(args)
-        self.job = join(args.device, args.backend, args.timeout, contents.loaded())
+        self.job = join_job(args, kinds)
         self.groups = GroupCache(self.job)
         self.turn = turns.take(pipes) if pipes and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, self.is_interleaved)
@@ -565,9 +596,10 @@ class Benchmark:
     def __enter__(self) -> "Benchmark":
         return self
 
-    @end_on_lost_peer()
+    @end_on_error()
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, LostPeer):
+        if isinstance(error, Refused | NotArrived | LostPeer):
+            self.stop_observers()
             raise error
         if error is not None:
             self.stop_observers()

@@ -81,6 +81,31 @@ def read_launchers() -> list[tuple[str, str]]:
     return [(rank, size) for _, _, rank, size, *_ in rows]
 
 
+def refuse_worlds_of_one() -> None:
+    """Refuse N processes that were started without torchrun or a wrapper of launch/: each of them
+    would be rank 0 of a world of one."""
+    if "RANK" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return
+    of_torchrun = [os.environ.get(name, "1") for name in ("PET_NNODES", "PET_NPROC_PER_NODE")]
+    if "RANK" not in os.environ and of_torchrun != ["1", "1"]:
+        # Kubeflow Trainer sets them in each pod (kubeflow/trainer#3930), which has its own log
+        sets = "PET_NNODES={} and PET_NPROC_PER_NODE={} configure torchrun".format(*of_torchrun)
+        refuse(f"{sets}, but python was started; start torchrun with this script", prints=True)
+    launchers = read_launchers()
+    ranks = ["RANK", *(rank for rank, _ in launchers)]
+    for _, size in launchers:
+        tasks = os.environ.get(size, "1")
+        if tasks == "1":
+            continue
+        refuse(
+            f"{size}={tasks}, but each task would run as a world of one; start them with "
+            "launch/slurm_torchrun.sbatch (torchrun on each node), "
+            "launch/slurm_srun.sbatch (a task per rank) or "
+            "launch/mpi_env.sh (mpirun, mpiexec, flux)",
+            prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
+        )
+
+
 def is_on_one_node() -> bool:
     """Whether all ranks of the job are on this node, according to the launcher's variables."""
     world_size = os.environ.get("WORLD_SIZE", "1")

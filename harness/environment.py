@@ -21,7 +21,6 @@ import torch
 
 from common.errors import Refused
 from common.groups import Job
-from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from harness.cli import TURN, cut, version
 from harness.contents import differing
 from harness.cpu_load import BUSY, Others
@@ -48,6 +47,8 @@ BY_DESIGN = re.compile(
 MOST_LINES = 16  # maximum number of warnings of a kind
 HELD_GIB = 1.0  # GPU memory that a driver may use itself, rounded up
 
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
 Variables = Mapping[str, str]  # name -> value
 
 
@@ -60,6 +61,11 @@ def user_variables() -> dict[str, str]:
     if torchrun_set_error_handling():
         del variables[ERROR_HANDLING]
     return without_secrets(variables)
+
+
+def torchrun_set_error_handling() -> bool:
+    """Whether ERROR_HANDLING was set by torchrun, which sets it to 1 unless the user has set it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(ERROR_HANDLING) == "1"
 
 
 def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:

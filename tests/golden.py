@@ -65,7 +65,8 @@ def is_same(entry: dict[str, Any], case: Any) -> bool:
 def recorded(recording: dict[str, Any]) -> Iterator[None]:
     """A job with the number of ranks of the recording, of which only this one exists. Nothing is
     built, timed or sent."""
-    from common import groups, rpc
+    from benchmarks.workloads import rpc_flags
+    from common import groups
     from harness import benchmark, environment
     from harness.observe import nodes
     from harness.observe.load import Load
@@ -74,9 +75,9 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])
     real_join, real_write = benchmark.join, benchmark.Benchmark.write
 
-    def join(device: str, backend: str, timeout_s: float, *contents: Any) -> Any:
+    def join(*given: Any, **more: Any) -> Any:
         with patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
-            job = real_join(device, backend, timeout_s, *contents)  # without a rendezvous
+            job = real_join(*given, **more)  # without a rendezvous
         return dataclasses.replace(job, world_size=size, local_world_size=size)
 
     def write(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
@@ -107,7 +108,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         patch.object(benchmark.Benchmark, "write", write),
         patch.object(Load, "of_each_node", return_value=[]),
         patch.object(groups.Job, "gather", gather),
-        patch.object(rpc, "rpc_workers", lambda *_: contextlib.nullcontext(["cpu"] * size)),
+        patch.object(rpc_flags, "rpc_workers", lambda *_: contextlib.nullcontext(["cpu"] * size)),
     ):
         yield
     assert not left, f"{len(left)} recorded cases were not asked for, first {left[0]['key']}"

@@ -44,7 +44,7 @@ from benchmarks import batch_update_ps, compile_sweep, ddp_rpc, ddp_sweep, param
 from benchmarks.workloads.phases import interval_of_rounds
 from benchmarks.workloads.roles import split_roles
 from common.groups import Group, GroupCache, Job
-from common.join import join
+from common.join import join, leave
 from common.rpc import Roles
 from common.stats import Estimate
 from common.timing import Step, StopRule, TimedLoop, Workload
@@ -333,7 +333,7 @@ def main() -> None:
     add("--seconds", type=float, default=0.5, help="of a case (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    job = join(args.device, None, 300)
+    job = join(args.device)
     groups = GroupCache(job)
     ranks = tuple(range(job.world_size))
     group = groups.acquire(ranks, (ranks,))
@@ -354,7 +354,7 @@ def main() -> None:
     if over_rpc:  # only if needed: its idle threads would run during other steps
         warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
         few_cores = job.world_size > len(os.sched_getaffinity(0))
-        transports = ["uv"] if few_cores else None  # like common.rpc.rpc_options, because shm polls
+        transports = ["uv"] if few_cores else None  # like rpc_options, because shm polls
         options = rpc.TensorPipeRpcBackendOptions(_transports=transports)
         rpc.init_rpc(name, rank=job.rank, world_size=job.world_size, rpc_backend_options=options)
     rows = []
@@ -382,8 +382,7 @@ def main() -> None:
         print(tabulate(rows, heads, disable_numparse=True), flush=True)
     if over_rpc:
         rpc.shutdown()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(job)
 
 
 if __name__ == "__main__":

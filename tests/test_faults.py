@@ -104,7 +104,7 @@ def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
         (SHORT, "drifting-replica", 1, "the parameters of rank 1 differ from rank", 2),
         (SHORT, "full-disk", 1, "too large; the cases before this one are intact", 1),
         (SHORT, "reader-gone", 1, "error: stdout: Broken pipe; ", 0),
-        (IMPATIENT, "never-arrives", 3, "HANG: no sign of rank 1 in 5 s", 0),
+        (IMPATIENT, "never-arrives", 3, "HANG: rank 1 did not arrive within 5 s", 0),
         (IMPATIENT, "stuck-in-build", 3, "for 5 s; rank 1 .* setup: is behind", 1),
         (IMPATIENT, "disk-hangs", 3, r"rank 0 .* writing .*jsonl: is behind", 1),
         (SHORT, "dies", -9, r"Signal 9 \(SIGKILL\) received", 1),

@@ -36,7 +36,7 @@ def test_every_operation_with_two_callers_on_three_nodes(bench: Callable[..., An
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--rpc-transports", "ibv"], "error: --rpc-transports ibv: not available on this host"),
+        (["--rpc-transports", "ibv"], "error: RPC transports ibv: not available on this host"),
         (["--rpc-timeout", "0.001"], "error: starting RPC took longer than --rpc-timeout 0.001"),
     ],
     ids=["transport", "timeout"],

@@ -1,4 +1,4 @@
-"""common/rpc.py: roles, settings, and refusals of its four scripts before they connect."""
+"""common/rpc.py and rpc_flags.py: roles, settings, and refusals before the ranks connect."""
 
 import runpy
 import sys
@@ -12,8 +12,9 @@ import torch.distributed.optim
 
 from benchmarks import parameter_server
 from benchmarks.workloads.roles import split_roles
+from benchmarks.workloads.rpc_flags import rpc_options
 from common.join import raise_file_limit
-from common.rpc import RpcOptions, need_files, rpc_options
+from common.rpc import RpcOptions, need_files
 from tests.process import ROOT
 
 
@@ -22,7 +23,7 @@ def test_a_torch_without_tensorpipe(monkeypatch: pytest.MonkeyPatch, capsys: Any
     for name in ("TensorPipeAgent", "functions"):
         monkeypatch.delattr(torch.distributed.rpc, name)
     monkeypatch.delattr(torch.distributed.optim, "DistributedOptimizer")
-    monkeypatch.delitem(sys.modules, "common.rpc")
+    monkeypatch.delitem(sys.modules, "benchmarks.workloads.rpc_flags")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as refused:

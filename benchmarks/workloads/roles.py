@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from common.join import world
 from common.rpc import Roles
+from harness.benchmark import find_world
 from harness.cli import refuse
 
 
@@ -50,7 +50,7 @@ def assign_roles(
     cuda_trainers, cuda_servers: the number of trainers and servers on CUDA, the last ones of each
     role; by default --device and --server-device decide. counts: arguments of `split_roles`.
     """
-    _, _, world_size, _ = world()
+    _, _, world_size, _ = find_world()
     roles = split_roles(world_size, **counts)
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     if cuda_trainers is None:
@@ -75,7 +75,7 @@ def args_of_rank(args: argparse.Namespace, roles: Roles, **changes: Any) -> argp
     The backend of servers and the master is gloo: they do not join the trainers' groups. changes:
     other flags to replace.
     """
-    rank, _, _, _ = world()
+    rank, _, _, _ = find_world()
     backend = roles.backend if rank in roles.trainers else "gloo"
     of_rank = {"device": roles.device(rank), "backend": backend}
     return argparse.Namespace(**vars(args) | of_rank | changes)

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from common.groups import Group, abort_group, lost_peer
-from harness.benchmark import Benchmark, Observer
+from harness.benchmark import NO_TIMEOUT, TORCH_WAITS, Benchmark, Observer
 from harness.cli import HANG, exit_now, write, write_error_file
-from harness.environment import node_of_each
+from harness.environment import ERROR_HANDLING, node_of_each, torchrun_set_error_handling
 
 STORE_CHECK_S = 1.0  # interval between checks whether the store answers
 STORE_LOST_S = 10.0  # a store that is silent for --timeout, two polls and this long is lost
@@ -48,6 +49,15 @@ LATE = "is behind the other ranks"
 WAITS = "waits"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
+SETTINGS = {  # for NCCL in torch, unless the user has set them; docs/gpus.md lists them
+    # Our watchdog ends a hang. NCCL's own would end the process a minute after a failed case.
+    ERROR_HANDLING: "0",
+    # After a failed case NCCL's watchdog would wait four times this long for others' dumps.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # A lost device ends the run with a reason. NCCL's watchdog would abort the process instead.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+
 State = dict[str, Any]  # of a rank: its current phase and its answer to a roll call
 
 
@@ -55,9 +65,12 @@ class Watchdog(Observer):
     """The hang detection of this rank."""
 
     @classmethod
-    def before_join(cls, args: argparse.Namespace) -> dict[str, Any]:
+    def before_join(cls, args: argparse.Namespace) -> dict[str, timedelta]:
+        """Replace torch's own timeouts, and NCCL's watchdog, by this one."""
         restart_exit_timer(args.timeout)
-        return {}
+        set_nccl_variables()
+        longer = TORCH_WAITS * timedelta(seconds=args.timeout)
+        return {"timeout": min(NO_TIMEOUT, longer), "control_timeout": NO_TIMEOUT}
 
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
@@ -261,6 +274,15 @@ class Watchdog(Observer):
             exit_now(128 + number, line, prints=self.job.rank == 0)
 
         threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def set_nccl_variables() -> None:
+    """Set the variables that NCCL in torch reads when the first group is created. Values that the
+    user has set are kept."""
+    if torchrun_set_error_handling():
+        del os.environ[ERROR_HANDLING]
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
 def rank_0_serves_store() -> bool:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.join import set_variables
 from harness.environment import gpu_state
+from harness.observe.watchdog import set_nccl_variables
 
 DEVICE = torch.device("cuda", 0)
 
@@ -125,7 +125,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("probe.py: error: torch sees no CUDA device here")
     torch.cuda.set_device(DEVICE)
-    set_variables()
+    set_nccl_variables()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ask_versions()
     ask_zeros()

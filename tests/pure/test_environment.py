@@ -1,27 +1,21 @@
-"""harness/environment.py, join.py and cpu_load.py: nodes, variables of launchers, CPU use."""
+"""harness/environment.py and cpu_load.py: nodes, variables, CPU use by other processes."""
 
-import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
-from torch.distributed import PrefixStore, TCPStore
 
-from common import groups, join
 from common.errors import Refused
-from harness import cpu_load, environment
-from harness.benchmark import Benchmark
+from harness import cli, cpu_load, environment
+from harness.benchmark import Benchmark, find_world
 from harness.cpu_load import Others
-from harness.observe import nodes
+from harness.observe import nodes, watchdog
 from tests import process
 
 
@@ -231,173 +225,37 @@ def test_variables_that_the_user_has_set_are_kept(
     """A value that torchrun has set is not the user's. The report contains no secrets."""
     clean = {name: text for name, text in process.environment().items() if "NCCL" not in name}
     if by_torchrun:
-        clean |= {"TORCHELASTIC_RUN_ID": "none", join.ERROR_HANDLING: "1"}
+        clean |= {"TORCHELASTIC_RUN_ID": "none", environment.ERROR_HANDLING: "1"}
     monkeypatch.setattr(os, "environ", clean.copy())
-    assert join.ERROR_HANDLING not in environment.user_variables()
-    join.set_variables()
-    assert {os.environ[name] for name in join.SETTINGS} == {"0"}
-    users = dict.fromkeys(join.SETTINGS, "3" if by_torchrun else "1")
+    assert environment.ERROR_HANDLING not in environment.user_variables()
+    watchdog.set_nccl_variables()
+    assert {os.environ[name] for name in watchdog.SETTINGS} == {"0"}
+    users = dict.fromkeys(watchdog.SETTINGS, "3" if by_torchrun else "1")
     monkeypatch.setattr(os, "environ", clean | users | {"TORCH_secret": "hunter2"})
     told = environment.user_variables()
     secret = told.pop("TORCH_secret")
     assert secret == "(set)"
     assert told.items() >= users.items()
-    join.set_variables()
+    watchdog.set_nccl_variables()
     assert os.environ.items() >= users.items()
 
 
 @pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The variables of rank 0 of two ranks that are started by hand."""
-    for name in set(os.environ) - set(process.environment()):  # of a launcher
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No variables of a launcher."""
+    for name in set(os.environ) - set(process.environment()):
         monkeypatch.delenv(name)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
     return monkeypatch
-
-
-def refused(capsys: Any, function: Callable[..., object], *given: Any) -> str:
-    """The line with which a call ends the run, with status 2."""
-    with pytest.raises(SystemExit, match="2"):
-        function(*given)
-    (line,) = capsys.readouterr().err.splitlines()
-    return str(line)
-
-
-def start() -> None:
-    join.world()
-    join.meet(0, 2, 20, join.meets_on_loopback(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("RANK", "", "a whole number from 0 to 1, but it is not set"),
-        ("RANK", "5", "a whole number from 0 to 1, got '5'"),
-        ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 2, got '0'"),
-        ("MASTER_ADDR", "no..host", "the name or address of rank 0's host, got 'no..host'"),
-        ("MASTER_PORT", "x", "a whole number from 1 to 65535, got 'x'"),
-    ],
-)
-def test_an_invalid_variable_of_the_launcher(
-    name: str, value: str, expected: str, by_hand: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """It may be correct on other nodes, so each rank prints the line."""
-    by_hand.setenv(name, value)
-    if not value:
-        by_hand.delenv(name)
-    line = refused(capsys, start)
-    assert f"error: {name} on {socket.gethostname()}: expected {expected}; without torch" in line
-    assert "e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=" in line
-
-
-def test_a_port_in_use(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        by_hand.setenv("MASTER_PORT", port)
-        for on_loopback in (False, True):
-            line = refused(capsys, join.meet, 0, 2, 20, on_loopback)
-            assert f"expected a free port (Address already in use), got '{port}'" in line
-
-
-def test_too_few_files_are_allowed(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
-    """32 files plus 2 for each of 2 ranks are needed, 64 plus 16 for each are recommended."""
-    by_hand.setattr(join, "raise_file_limit", lambda needed: 35)
-    line = refused(capsys, join.join, "cpu", None, 20)
-    allowed = f"a rank needs 36 open files or more, but the limit on {socket.gethostname()} is 35"
-    assert f"error: {allowed}; try ulimit -n 96" in line
-
-
-def test_a_network_without_loopback(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
-    """As under `unshare -n`. torch itself would print C++ frames and wait."""
-    by_hand.setattr(join, "address_towards", lambda host: "")
-    line = refused(capsys, join.join, "cpu", None, 20)
-    assert "the loopback interface is down; try `ip link set lo up`" in line
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("lo", "expected an interface with an address, e.g. eth0, got 'lo'"),
-        ("eht0", "with an address, e.g. eth0, lo, got 'eht0'; did you mean eth0?"),
-    ],
-)
-def test_an_interface_without_an_address(
-    name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth0": []})
-    assert words in refused(capsys, join.refuse_interface)
-
-
-def test_backends_that_cannot_work_on_the_cpu(capsys: Any) -> None:
-    no_cuda = "--backend nccl2 requires CUDA, but this run is on the CPU; try gloo"
-    assert no_cuda in refused(capsys, join.check_backend, "nccl2", False)
-    assert "expected a name such as gloo" in refused(capsys, join.check_backend, "cpu:gloo,", False)
-    assert "this torch was built without it" in refused(capsys, join.check_backend, "mpx", False)
-
-
-def test_several_hosts_need_local_ranks(by_hand: pytest.MonkeyPatch) -> None:
-    """A rank publishes its host, address, command line and hashes of files."""
-    here, there = ["a", "10.0.0.1", ["x.py"], {}], ["b", "10.0.0.2", ["x.py"], {}]
-    assert join.mismatch([here, there]) is None
-    contents = [{"common/": "1", "x.py": "2"}, {"common/": "1", "x.py": "3", "mine": "4"}]
-    assert join.mismatch([[*here[:3], contents[0]], [*there[:3], contents[1]]]) == (
-        "expected the same files on all ranks, but x.py, mine of rank 1 (b) differ from rank 0's; "
-        "use one checkout on all nodes"
-    )
-    by_hand.delenv("LOCAL_RANK")
-    by_hand.delenv("LOCAL_WORLD_SIZE")
-    assert join.mismatch([here, here]) is None
-    assert join.mismatch([here, there]) == (
-        "only RANK and WORLD_SIZE are set, but ranks are on a (10.0.0.1), b (10.0.0.2); "
-        "set LOCAL_RANK and LOCAL_WORLD_SIZE"
-    )
-
-
-def test_the_numbers_of_ranks(by_hand: pytest.MonkeyPatch) -> None:
-    """(rank, local rank, world size, local world size)."""
-
-    def given(**values: int) -> tuple[int, ...]:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-            by_hand.delenv(name, raising=False)
-        for name, value in values.items():
-            by_hand.setenv(name, str(value))
-        return join.world()
-
-    assert given() == (0, 0, 1, 1)
-    torchrun = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}
-    assert given(RANK=3, LOCAL_RANK=1, **torchrun) == (3, 1, 4, 2)
-    assert given(RANK=3, LOCAL_RANK=0, **torchrun) == (3, 1, 4, 2)  # --virtual-local-rank
-    # nodes with 1 and 3 ranks: the last rank is not the first of its node
-    assert given(RANK=3, LOCAL_RANK=2, **torchrun | {"LOCAL_WORLD_SIZE": 3}) == (3, 2, 4, 3)
-    # ranks of srun, which may be cyclic over nodes
-    assert given(RANK=2, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2) == (2, 1, 4, 2)
-    # with RANK and WORLD_SIZE only, all ranks are on one node
-    assert given(RANK=2, WORLD_SIZE=4) == (2, 2, 4, 4)
-    assert groups.local_rank() == 2
-
-
-def test_the_path_of_the_report_may_differ_between_ranks() -> None:
-    """--json on some ranks only is a different command line, and so is - for stdout."""
-    words = ["-b", "8", "--json", "a.jsonl", "--output-file=b", "--profile", "c", "--resume"]
-    want = ["-b", "8", "--json", "PATH", "--output-file=PATH", "--profile", "PATH", "--resume"]
-    assert join.without_paths(words) == want
-    assert join.without_paths(["--json", "-"]) == ["--json", "-"]
-    assert join.without_paths(["a.jsonl", "--json"]) == ["a.jsonl", "--json"]
 
 
 def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
     """The refusal of a plain python process with these variables of a launcher."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        given.delenv(name)
     for name, value in values.items():
         given.setenv(name, value)
-    return refused(capsys, join.world)
+    with pytest.raises(SystemExit, match="2"):
+        cli.refuse_worlds_of_one()
+    (line,) = capsys.readouterr().err.splitlines()
+    return str(line)
 
 
 @pytest.mark.parametrize(
@@ -408,73 +266,28 @@ def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
     ],
 )
 def test_python_instead_of_torchrun(
-    values: dict[str, str], said: str, by_hand: pytest.MonkeyPatch, capsys: Any
+    values: dict[str, str], said: str, alone: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Each pod prints the line."""
-    line = one_world(by_hand, capsys, **values)
+    line = one_world(alone, capsys, **values)
     assert f"{said} configure torchrun, but python was started; start torchrun" in line
 
 
-@pytest.mark.parametrize("size", [size for _, size in join.read_launchers()])
+@pytest.mark.parametrize("size", [size for _, size in cli.read_launchers()])
 def test_tasks_of_a_launcher_without_its_wrapper(
-    size: str, by_hand: pytest.MonkeyPatch, capsys: Any
+    size: str, alone: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    line = one_world(by_hand, capsys, **{size: "4"})
+    line = one_world(alone, capsys, **{size: "4"})
     assert f"{size}=4, but each task would run as a world of one; start them with launch/" in line
 
 
 def test_a_copy_without_the_list_of_launchers_starts(
-    by_hand: pytest.MonkeyPatch, tmp_path: Path
+    alone: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Like a script in a tutorial that was copied without launch/."""
-    by_hand.setattr("harness.cli.ROOT", tmp_path)
-    assert join.read_launchers() == []
-    assert join.world() == (0, 0, 2, 2)
-
-
-def test_the_second_connection_does_not_wait_for_the_first(by_hand: pytest.MonkeyPatch) -> None:
-    """The watchdog polls the store while the main thread waits in it."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-    row = json.dumps([socket.gethostname(), "127.0.0.1", words, {}])
-    PrefixStore("torchrun-bench/0", server).set("here/1", row)
-    by_hand.setenv("MASTER_PORT", str(server.port))
-    by_hand.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    stores: Any = join.meet(0, 2, 20)
-    first, second = stores
-    assert first.underlying_store is not second.underlying_store  # each serves one call at a time
-    waits = threading.Thread(target=first.get, args=["a late rank"])
-    waits.start()
-    second.set("seen meanwhile", "yes")
-    assert waits.is_alive()
-    second.set("a late rank", "here")
-    waits.join(20)
-    assert not waits.is_alive()
-
-
-JOINS = """
-import os
-from common.join import join
-def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
-join("cpu", None, 9)
-blocks = [bytearray(2**20) for _ in range(64)]
-before = resident()
-del blocks
-print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["TP_SOCKET_IFNAME"], before - resident() < 2**24)
-"""
-
-
-def test_gloo_uses_loopback_and_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default gloo listens on the address of the host name, and glibc returns freed memory to
-    the system, which makes the first case slower. Variables that the user has set are kept."""
-    users = {name: text for name, text in process.environment().items() if "MALLOC_" not in name}
-    users = {name: text for name, text in users.items() if "IFNAME" not in name}
-    users["TP_SOCKET_IFNAME"] = "lo,lo"
-    command = [sys.executable, "-c", JOINS]
-    run = subprocess.run(command, env=users, cwd=process.ROOT, capture_output=True, text=True)
-    assert run.stdout == "lo lo,lo True\n", run.stderr
-    monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
-    assert not join.keep_freed_memory()
+    alone.setattr("harness.cli.ROOT", tmp_path)
+    assert cli.read_launchers() == []
+    assert find_world() == (0, 0, 1, 1)
 
 
 # -- CPU use by other processes --------------------------------------------------------------------
