@@ -72,7 +72,7 @@ from benchmarks.workloads.settings import SEQUENTIAL
 from common.groups import Group, barrier_before_new_group
 from common.stats import Estimate, Times, median
 from common.table import Columns, Table, ends, metric, relative
-from common.timing import RankTimes, Workload, rule_reached
+from common.timing import Workload, rule_reached
 from harness.benchmark import NO_TIMEOUT, Benchmark, Key, Planned
 from harness.report import Case
 
@@ -533,7 +533,7 @@ def measure(training: Training, group: Group) -> Workload:
         training.write_checkpoint,
         facts=lambda: facts,
         profiled={"save": training.write_checkpoint},
-        timed=RankTimes(samples_s, [1] * len(timed), stop),
+        timed=Times.of_rank(samples_s, [1] * len(timed), stop),
     )
 
 

@@ -53,10 +53,10 @@ from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
 from common.groups import Group, Job, barrier_before_new_group, connect
-from common.stats import Estimate, Implausible, Samples, Times, median
+from common.stats import Estimate, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
-from harness.benchmark import Answer, Benchmark, Key, Planned
+from harness.benchmark import Answer, Benchmark, Implausible, Key, Planned, Sentence
 from harness.environment import count_of, node_of_each
 from harness.report import UNCHECKED, Case
 
@@ -634,7 +634,7 @@ COLUMNS_BESIDE: Columns = {
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def answer(limit: float | None, cases: list[Case]) -> str:
+def answer(limit: float | None, cases: list[Case]) -> Sentence:
     """The largest bus bandwidth, the size from which half of it is reached, and the shortest time.
 
     `all_reduce float32 sum: peak bus bandwidth 0.796 GB/s (0.780 to 0.810) at 2M bytes; half of the

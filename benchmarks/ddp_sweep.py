@@ -78,10 +78,10 @@ from benchmarks.workloads.settings import (
 )
 from benchmarks.workloads.training import breakdown, training_metrics
 from common.groups import Group, Job
-from common.stats import Implausible, Times, show_seconds
+from common.stats import Times, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import StopRule, Workload
-from harness.benchmark import Benchmark, Key, Planned
+from harness.benchmark import Benchmark, Implausible, Key, Planned, Sentence
 from harness.environment import count_of
 from harness.report import Case
 
@@ -686,7 +686,7 @@ def no_overlap(cases: list[Case]) -> str | None:
     return f"# no overlap for {cli.cut(longer)}: {why}other down"
 
 
-def answer(cases: list[Case]) -> list[str]:
+def answer(cases: list[Case]) -> list[Sentence]:
     """For the largest number of ranks, one sentence per setting that compares it with one rank
     alone; with --interleave also sentences that compare the settings."""
     with_ddp = [case for case in cases if case.key["ddp"]]
@@ -716,7 +716,7 @@ def setting_of(row: Case) -> Setting:
     return Setting(row.key["bucket_size_mb"], row.key["comm_hook"])
 
 
-def scaling(case: Case) -> str:
+def scaling(case: Case) -> Sentence:
     """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one rank alone; DDP adds
     16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`."""
     metrics, ranks = case.metrics, len(case.ranks)

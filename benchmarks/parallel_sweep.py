@@ -83,10 +83,10 @@ from benchmarks.workloads.room import check_room, sharers
 from benchmarks.workloads.settings import SEQUENTIAL
 from benchmarks.workloads.training import straggler, training_metrics
 from common.groups import Group, Job
-from common.stats import Implausible, Times, show_seconds
+from common.stats import Times, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
-from harness.benchmark import Benchmark, Key, Planned
+from harness.benchmark import Benchmark, Implausible, Key, Planned, Sentence
 from harness.report import Case
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to that of the first step
@@ -318,13 +318,12 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
 # -- tables and answers ----------------------------------------------------------------------------
 
 
-def answer(cases: list[Case]) -> list[str]:
+def answer(cases: list[Case]) -> list[Sentence]:
     """The step time under each mesh, and the exposed time of each axis in the shortest step."""
     ordered = sorted(cases, key=lambda case: case.metrics["step_s"].value)
     steps = [f"{case.metrics['step_s']} under {case.name}" for case in ordered]
-    sentences = [f"a step takes {', '.join(steps)}"]
-    if len(steps) > 1:
-        sentences[0] += f"; {SEQUENTIAL}"
+    in_turn = f"; {SEQUENTIAL}" if len(steps) > 1 else ""
+    sentences: list[Sentence] = [f"a step takes {', '.join(steps)}{in_turn}"]
     first, metrics = ordered[0].name, ordered[0].metrics
     if "compute_s" in metrics and (axes := parse_mesh(first).axes):
         step_s = metrics["step_s"].value

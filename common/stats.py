@@ -15,8 +15,6 @@ BATCHES = 6  # consecutive batches of samples, for the interval of a median
 MAX_BATCH_DEVIATION = 0.9  # of the batches' mean signs, each -1 to 1: their standard deviation
 MIN_ROUNDS = 6  # fewer give no interval of a ratio or a difference
 MAX_FACTOR = 3.0  # maximum factor between a time, rate or ratio and the ends of its interval
-MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
-MIN_MODE_SAMPLES = 5  # of each mode
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # units of time, in seconds
 
 
@@ -286,37 +284,6 @@ def same_distribution(a: ArrayLike, b: ArrayLike) -> bool:
     return bool(abs(wins - pairs / 2) <= NormalDist().inv_cdf(0.975) * deviation)
 
 
-def modes(samples: ArrayLike) -> list[tuple[float, float]]:
-    """Return the fast and the slow mode of times [n] in seconds, each as the median of its samples
-    and their share of all samples. Return [] if there is a single mode.
-
-    The logarithms are split where the variance between the two sides is largest (Otsu 1979, IEEE
-    Trans. SMC 9:62), with at least a tenth of the samples on each side. The sides are modes if
-    their medians differ by a factor of MIN_MODE_RATIO or more and few samples are in the middle
-    third between them. A single mode has no such valley, however wide or skewed it is.
-    """
-    x = np.sort(np.log(np.maximum(samples, 1e-9)))
-    n = len(x)
-    least = max(MIN_MODE_SAMPLES, -(-n // 10))
-    if n < 2 * least:
-        return []
-    cuts = np.arange(least, n - least + 1)  # number of samples on the fast side
-    sums = np.cumsum(x)[cuts - 1]
-    means_apart = (x.sum() - sums) / (n - cuts) - sums / cuts
-    cut = int(cuts[np.argmax(cuts * (n - cuts) * means_apart**2)])
-    fast, slow = float(np.median(x[:cut])), float(np.median(x[cut:]))
-    third = (slow - fast) / 3
-    if 3 * third < np.log(MIN_MODE_RATIO):
-        return []
-
-    def near(center: float) -> int:
-        return int(np.sum(np.abs(x - center) <= third / 2))
-
-    if min(near(fast), near(slow)) < MIN_MODE_SAMPLES + 3 * near((fast + slow) / 2):
-        return []
-    return [(float(np.exp(fast)), cut / n), (float(np.exp(slow)), 1 - cut / n)]
-
-
 def iteration_times(samples: ArrayLike, aligned: bool) -> Samples:
     """Return the time of each iteration on its slowest rank, [n]. samples: seconds [ranks, n].
 
@@ -340,7 +307,10 @@ def block_medians(samples: ArrayLike, rounds: Sequence[int]) -> Samples | None:
     or if a median is 0. samples: [n]; rounds: iterations of each round, n in total."""
     if len(rounds) < MIN_ROUNDS:
         return None
-    medians = np.array([np.median(block) for block in by_round(samples, rounds)])
+    if len(set(rounds)) == 1:  # much faster
+        medians = np.median(np.asarray(samples, np.float64).reshape(len(rounds), -1), axis=1)
+    else:
+        medians = np.array([np.median(block) for block in by_round(samples, rounds)])
     return medians if medians.min() > 0 else None
 
 
@@ -372,7 +342,8 @@ def mean_half_width(values: Samples, confidence: float = 0.95) -> float:
 
 
 class Times:
-    """The times of a case in seconds, by name: "step" and the parts timed with it.
+    """The times of a case in seconds, by name: "step" and the parts timed with it. They are those
+    of one rank, or after `merge` those of all ranks.
 
     An unknown name raises a KeyError that lists the known names.
     """
@@ -382,10 +353,61 @@ class Times:
         samples_s: Mapping[str, ArrayLike],
         rounds: Sequence[int],
         returned: Sequence[Any] = (),
+        *,
+        stop: str = "",
+        aligned: bool = True,
+        launch_share: Mapping[str, float] | None = None,
     ) -> None:
         """samples_s: [ranks, n] of each name. rounds: iterations of each round, n in total."""
         self.samples_s, self.rounds = samples_s, rounds
         self.returned = returned  # an entry per rank: see Workload.returned
+        self.stop = stop  # the rule that ended the case: iters, rounds, target-ci or max-seconds
+        self.aligned = aligned  # False if ranks do not wait for each other within an iteration
+        # On CUDA: the host's launch time over the device's time, by name. It is at most 1: a host
+        # that never gets ahead launches for as long as the device is busy or waits.
+        self.launch_share = dict(launch_share or {})
+
+    @classmethod
+    def of_rank(
+        cls,
+        samples_s: Mapping[str, Sequence[float]],
+        rounds: Sequence[int],
+        stop: str = "",
+        launching_s: Mapping[str, float] | None = None,
+        returned: Any = None,
+        aligned: bool = True,
+    ) -> "Times":
+        """Return the times of one rank, rounded to nanoseconds.
+
+        samples_s: [n] of each name. launching_s: the host's time to launch them. It comes from
+        another clock than the samples.
+        """
+        rows = {name: np.asarray([x], dtype=np.float64).round(9) for name, x in samples_s.items()}
+        shares = {
+            name: min(1.0, round(float(seconds / rows[name].sum()), 3))
+            for name, seconds in (launching_s or {}).items()
+        }
+        return cls(rows, rounds, [returned], stop=stop, aligned=aligned, launch_share=shares)
+
+    @classmethod
+    def merge(cls, by_rank: Sequence["Times"]) -> "Times":
+        """Return the times of all ranks. A step that some ranks did not time has fewer rows."""
+        first = by_rank[0]
+        names = dict.fromkeys(name for times in by_rank for name in times.samples_s)
+        shares = dict.fromkeys(name for times in by_rank for name in times.launch_share)
+        return cls(
+            {
+                name: np.concatenate([times.each(name) for times in by_rank if name in times])
+                for name in names
+            },
+            first.rounds,
+            [value for times in by_rank for value in times.returned],
+            stop=first.stop,
+            aligned=first.aligned,
+            launch_share={
+                name: max(times.launch_share.get(name, 0.0) for times in by_rank) for name in shares
+            },
+        )
 
     def each(self, name: str = "step") -> Samples:
         """Return the times of all ranks, [ranks, n]."""
@@ -456,8 +478,3 @@ class Times:
             return Estimate(step - other)
         half = mean_half_width(step * np.log(both[0]) - other * np.log(both[1]))
         return Estimate(step - other, step - other - half, step - other + half)
-
-
-class Implausible(str):
-    """A sentence about an impossible number. `Benchmark` prints it with the CPU use by other
-    processes as the possible cause."""

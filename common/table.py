@@ -7,12 +7,12 @@ from typing import Any
 import tabulate
 
 from common.stats import Estimate
-from harness.report import Case
 
-Columns = dict[str, Callable[[Case], str]]  # header of a column -> function from a case to a cell
+# header of a column -> function from a case to a cell
+Columns = dict[str, Callable[[Any], str]]
 
 
-def render(columns: Columns, cases: Sequence[Case], max_width: int | None = None) -> str:
+def render(columns: Columns, cases: Sequence[Any], max_width: int | None = None) -> str:
     """The cases as a table, one row per case, with as many of the first columns as fit. A line
     below it counts the columns that were left out.
 
@@ -22,7 +22,7 @@ def render(columns: Columns, cases: Sequence[Case], max_width: int | None = None
     return "\n".join([text, *omitted(count)])
 
 
-def fitted(columns: Columns, cases: Sequence[Case], max_width: int | None) -> tuple[str, int]:
+def fitted(columns: Columns, cases: Sequence[Any], max_width: int | None) -> tuple[str, int]:
     """`render` without the line below the table, and the number of columns that do not fit."""
     rows = [[cell(case) for cell in columns.values()] for case in cases]
     count = columns_that_fit(list(columns), rows, max_width)
@@ -54,7 +54,7 @@ class Table:
         """widest: cells that set the initial width of the first columns. That of the others is the
         width of `Cell.usual`, or of `0.0000`."""
         self.columns = columns
-        self.cases: list[Case] = []
+        self.cases: list[Any] = []
         usual = [getattr(column, "usual", "0.0000") for column in columns.values()]
         self.widest = [*widest, *usual[len(widest) :]]
         self.max_width: int | None = None  # maximum line width in characters; None for no limit
@@ -66,15 +66,15 @@ class Table:
             self.widest[0] = max([self.widest[0], *names], key=len)
 
     @property
-    def passed(self) -> list[Case]:
+    def passed(self) -> list[Any]:
         """The cases so far that did not fail, including those of a resumed report."""
         return [case for case in self.cases if not case.failed]
 
-    def rows_of(self, case: Case) -> list[Case]:
+    def rows_of(self, case: Any) -> list[Any]:
         """The rows of a case, which are passed to `row`. Subclasses may return several."""
         return [case]
 
-    def row(self, case: Case) -> str:
+    def row(self, case: Any) -> str:
         """The lines for another case, preceded by the header if it is the first.
 
         If a cell is wider than expected, the last columns may no longer fit. The header is then
@@ -112,12 +112,12 @@ class Cell:
     show: Callable[[Any], str]
     usual: str = "0.0000"  # as wide as most cells, to reserve space for later rows
 
-    def __call__(self, case: Case) -> str:
+    def __call__(self, case: Any) -> str:
         value = case.metrics.get(self.name)
         return "-" if value is None else self.show(value)
 
 
-def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
+def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Any], str]:
     """A column that shows a metric, multiplied by `scale`."""
     return Cell(name, lambda value: f"{number_of(value) * scale:.{digits}f}")
 
@@ -127,7 +127,7 @@ def number_of(value: Any) -> float:
     return float(value.value if isinstance(value, Estimate) else value)
 
 
-def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
+def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Any], str]:
     """A column that shows the interval of an Estimate: `-5.8 to 93.4`."""
 
     def text(estimate: Estimate) -> str:
@@ -138,7 +138,7 @@ def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
     return Cell(name, text, usual=f"{10:.{digits}f} to {10:.{digits}f}")
 
 
-def relative(name: str) -> Callable[[Case], str]:
+def relative(name: str) -> Callable[[Any], str]:
     """A column that shows the relative width of an Estimate's interval as +-percent. The metric may
     also be such a width itself."""
 

@@ -5,7 +5,6 @@ A block consists of consecutive samples. A round consists of a block of the step
 part.
 """
 
-import argparse
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +14,16 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from common.groups import Group
-from common.stats import MIN_ROUNDS, Samples, iteration_times, median, same_distribution
+from common.stats import MIN_ROUNDS, Times, iteration_times, median, same_distribution
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case measures; parts have names of their own
 
 ROUNDS = 12  # number of rounds for which the time budget of a case is planned
-INTERLEAVED_ROUNDS = 24  # the same for ab.py --interleave
 MIN_SAMPLES = 6  # fewer give no 95% interval of a median
 LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
@@ -52,12 +49,12 @@ class Workload:
     launches: bool = False  # True: a step only launches kernels, and may be launch-bound
     # Steps that --profile runs instead of the step and its parts.
     profiled: Mapping[str, Step] = field(default_factory=dict)
-    timed: "RankTimes | None" = None  # the times of a case that times itself, without the loop
+    timed: Times | None = None  # the times of a case that times itself, without the loop
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """Decides when a case has been timed for long enough; see the flags of harness/cli.py."""
+    """Decides when a case has been timed for long enough."""
 
     warmup_iters: int = 5
     iters: int | None = None
@@ -65,33 +62,10 @@ class StopRule:
     target_ci: float = 0.02
     max_seconds: float = 5.0
     rounds: int | None = None  # a fixed number of rounds, unless iters is given
-    # a block is one phase for the watchdog, and must not look like a hang
+    # nothing is heard of a rank within a block, so a long one could look like a hang
     longest_block_s: float = 75.0
     full_warmup: bool = False  # True: run all warm-up iterations, however long they take
     patience: float = 1.25  # limit of a case that lacks an interval, as a multiple of max_seconds
-
-    @classmethod
-    def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
-        """Return the rule that the flags define. turns: whether two commands run alternately."""
-        limits = {name: getattr(args, name) for name in ("min_iters", "target_ci", "max_seconds")}
-        if args.warmup_iters is not None:
-            limits |= {"warmup_iters": args.warmup_iters, "full_warmup": True}
-        rounds, longest_s = INTERLEAVED_ROUNDS if turns else None, args.timeout / 4
-        return cls(iters=args.iters, rounds=rounds, longest_block_s=longest_s, **limits)
-
-
-@dataclass
-class RankTimes:
-    """The times of one case on one rank. `stats.Times` has those of all ranks."""
-
-    # Seconds of the step and of each part, [iterations]: a list, or an array after `rounded`.
-    samples_s: dict[str, Any]
-    rounds: list[int]  # iterations of each round
-    stop: str = ""  # the rule that ended the case: iters, rounds, target-ci or max-seconds
-    # On CUDA: total time in which the host launched the samples of a step, by name of the step.
-    launching_s: dict[str, float] = field(default_factory=dict)
-    returned: Any = field(default_factory=list)  # values of the step, for Workload.returned
-    aligned: bool = True
 
 
 def time_block(
@@ -152,36 +126,38 @@ class TimedLoop:
         if workload.returned:
             self.steps[STEP] = lambda: self.returned.append(workload.step())
         self.returned: list[Any] = []  # values of the step since the block began
-        samples_s: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
-        self.times = RankTimes(samples_s, [], aligned=workload.aligned)
+        # seconds of each step that this rank takes part in
+        self.samples_s: dict[str, list[float]] = {n: [] for n, step in self.steps.items() if step}
+        self.launching_s: dict[str, float] = {}
+        self.rounds: list[int] = []  # iterations of each round
+        self.values: list[Any] = []  # that the timed calls of the step returned
         # Times of the step, [rows][iterations], for the stop rule. Valid on the group's first rank.
         self.step_s: list[list[float]] = []
 
-    def run(self) -> RankTimes:
+    def run(self) -> Times:
         """Warm up, and time rounds until the stop rule is reached. All members of the group call
         it. Raises whatever a step raises."""
         round_s = sum([self.warm_up(name) for name in self.steps])
         differences = bool(self.workload.compared)
         block = self.group.broadcast(iterations_per_block(round_s, self.rule, differences))
-        times = self.times
+        stop = ""
         gc.collect()
         gc.disable()  # a collection on one rank would delay all ranks
         start = perf_counter()
         try:
-            while not times.stop:
+            while not stop:
                 self.time_round(block)
-                times.stop = self.check_stop_rule(block, perf_counter() - start)
+                stop = self.check_stop_rule(block, perf_counter() - start)
                 if self.rule.iters:  # the last block may be shorter
-                    block = max(1, min(block, self.rule.iters - len(times.samples_s[STEP])))
+                    block = max(1, min(block, self.rule.iters - len(self.samples_s[STEP])))
         finally:
             gc.enable()
-        if self.workload.returned:
-            times.returned = self.workload.returned(times.returned)
+        returned = self.workload.returned(self.values) if self.workload.returned else None
         # with gloo the host waits for the device in each step
         waits = self.device.type != "cuda" or dist.get_backend(self.group.workload) == "gloo"
-        if waits or not self.workload.launches:
-            times.launching_s = {}
-        return times
+        launching_s = {} if waits or not self.workload.launches else self.launching_s
+        aligned = self.workload.aligned
+        return Times.of_rank(self.samples_s, self.rounds, stop, launching_s, returned, aligned)
 
     def warm_up(self, name: str) -> float:
         """Warm up a step. Returns the seconds of a warm sample on the slowest rank, which are valid
@@ -217,11 +193,11 @@ class TimedLoop:
     def time_round(self, block: int) -> None:
         """Time a block of each step, `block` samples after its lead-in. Every other round runs in
         reverse order, so that a drift of the machine slows all steps alike."""
-        names, times, calls = list(self.steps), self.times, self.workload.calls_per_sample
-        if len(self.times.rounds) % 2 == 1:
+        names, calls = list(self.steps), self.workload.calls_per_sample
+        if len(self.rounds) % 2 == 1:
             names.reverse()
         for name in names:
-            self.before_block(f"{name}, block {len(self.times.rounds) + 1}")
+            self.before_block(f"{name}, block {len(self.rounds) + 1}")
             dist.barrier(self.group.control)
             step = self.steps[name]
             if not step:  # this rank sleeps in the next barrier
@@ -230,37 +206,23 @@ class TimedLoop:
                 step()
             self.returned.clear()
             samples_s, launching_s = time_block(step, block, self.device, calls)
-            times.samples_s[name] += samples_s
-            times.launching_s[name] = times.launching_s.get(name, 0.0) + launching_s
-            times.returned += self.returned
-        times.rounds.append(block)
+            self.samples_s[name] += samples_s
+            self.launching_s[name] = self.launching_s.get(name, 0.0) + launching_s
+            self.values += self.returned
+        self.rounds.append(block)
 
     def check_stop_rule(self, block: int, spent_s: float) -> str:
         """Return the rule that ends the case, or "". The group's first rank decides for all, by the
         `iteration_times` that are reported later."""
-        newest, aligned = self.times.samples_s[STEP][-block:], self.workload.aligned
+        newest, aligned = self.samples_s[STEP][-block:], self.workload.aligned
         rows = [self.slowest_rank(newest)] if aligned else self.each_rank(newest)
         self.step_s = self.step_s or [[] for _ in rows]
         for row, new in zip(self.step_s, rows, strict=True):
             row += new
         slowest_s = self.step_s[0] if aligned else iteration_times(self.step_s, aligned).tolist()
-        rounds, compared = len(self.times.rounds), bool(self.workload.compared)
+        rounds, compared = len(self.rounds), bool(self.workload.compared)
         reached = rule_reached(slowest_s, rounds, spent_s, self.rule, compared)
         return self.group.broadcast(reached)
-
-
-def launch_share(ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Return for each step the host's launch time over the device's time, the maximum over ranks.
-
-    It is at most 1: a host that never gets ahead launches for as long as the device is busy or
-    waits. The two times come from different clocks.
-    """
-    shares: dict[str, float] = {}
-    for times in ranks:
-        for name, launching_s in times.launching_s.items():
-            share = min(1.0, round(float(launching_s / np.sum(times.samples_s[name])), 3))
-            shares[name] = max(share, shares.get(name, 0.0))
-    return shares
 
 
 def next_window(
@@ -336,39 +298,3 @@ def rule_reached(
     if looks and len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
         return "target-ci"
     return "max-seconds" if spent_s >= rule.max_seconds else ""
-
-
-# -- samples on their way to rank 0 and into the report --------------------------------------------
-
-LIMIT = 2**18  # samples of a case in a report, which limits its line to a few MB
-
-
-def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:
-    """Round the times of each step, [iterations], to nanoseconds, and return them as arrays, which
-    are smaller and faster to gather than lists."""
-    return {step: np.asarray(x, dtype=np.float64).round(9) for step, x in samples_s.items()}
-
-
-def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
-    """Return the samples of each step from all ranks that timed it, [ranks, iterations].
-
-    by_rank: [iterations] of each step that the rank has timed.
-    """
-    steps = dict.fromkeys(step for samples in by_rank for step in samples)
-    return {step: np.stack([of[step] for of in by_rank if step in of]) for step in steps}
-
-
-def kept_samples(
-    samples_s: Mapping[str, Samples], aligned: bool
-) -> tuple[dict[str, list[list[float]]], bool]:
-    """Return the samples to store, and whether they are bounded: all of them, or above LIMIT those
-    of the slowest rank in each iteration. The maximum over the rows is the same either way.
-
-    samples_s: [ranks, iterations] of each step, all of one shape.
-    """
-    bounded = sum(samples.size for samples in samples_s.values()) > LIMIT
-    kept = {
-        step: np.asarray([iteration_times(x, aligned)] if bounded else x).tolist()
-        for step, x in samples_s.items()
-    }
-    return kept, bounded

@@ -26,18 +26,9 @@ import torch.distributed as dist
 from common.errors import LostPeer, NotArrived, Refused
 from common.groups import Group, GroupCache, Job, Subgroups, connect, local_rank, lost_peer
 from common.join import join, world
-from common.stats import Implausible, Times
+from common.stats import Times, iteration_times
 from common.table import Columns, Table, omitted, render
-from common.timing import (
-    RankTimes,
-    StopRule,
-    TimedLoop,
-    Workload,
-    kept_samples,
-    launch_share,
-    rounded,
-    stacked,
-)
+from common.timing import StopRule, TimedLoop, Workload
 from harness import cli, contents, environment
 from harness.cpu_load import BUSY, Others
 from harness.environment import others_text
@@ -45,15 +36,27 @@ from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
 
 NO_TIMEOUT = timedelta(days=30)  # where hang detection ends hangs
 TORCH_WAITS = 4  # torch's own timeout beside a shorter one, as a multiple of --timeout
+INTERLEAVED_ROUNDS = 24  # of a case, if ab.py --interleave runs the command
+LIMIT = 2**18  # samples of a case in a report, which limits its line to a few MB
 LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
 Key = dict[str, Any]  # identifies a case; flat, JSON
 Build = Callable[[Key, Group], Workload]  # called on the ranks of the case
 # Called on rank 0 to set case.metrics and case.check. The list contains the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
+
+
+class Implausible(NamedTuple):
+    """A sentence about an impossible number. It is printed with the CPU use by other processes as
+    the possible cause."""
+
+    text: str
+
+
 # Called on rank 0 with the cases of a table that did not fail. Returns the sentence, or sentences,
 # that answer the script's question, or None if the cases do not answer it.
-Answer = Callable[[list[Case]], str | list[str] | None]
+Sentence = str | Implausible
+Answer = Callable[[list[Case]], Sentence | Sequence[Sentence] | None]
 
 
 class Planned(NamedTuple):
@@ -67,7 +70,7 @@ class Planned(NamedTuple):
 class RankResult(NamedTuple):
     """The result of a case on one rank, sent to rank 0."""
 
-    times: RankTimes
+    times: Times
     facts: Any  # returned by Workload.facts
     seen: list[Any]  # returned by Observer.after, for each observer
 
@@ -103,7 +106,7 @@ class Observer:
     def failed(self, reason: str) -> None:
         """The case has failed on this rank."""
 
-    def after(self, key: Key, work: Workload, times: RankTimes, group: Group) -> Any:
+    def after(self, key: Key, work: Workload, times: Times, group: Group) -> Any:
         """Called on each rank of a case after the timing. May use the groups of the case. The
         values of all ranks are passed to `row`."""
 
@@ -153,6 +156,25 @@ def end_on_error() -> Iterator[None]:
         cli.exit_now(1, reason, prints=False)
 
 
+def kept_samples(times: Times) -> tuple[dict[str, list[list[float]]], bool]:
+    """Return the samples to store, and whether they are bounded: all of them, or above LIMIT those
+    of the slowest rank in each iteration. The maximum over the rows is the same either way."""
+    rows = {name: times.each(name) for name in times.samples_s}
+    bounded = sum(samples.size for samples in rows.values()) > LIMIT
+    if bounded:
+        rows = {name: iteration_times(x, times.aligned)[None] for name, x in rows.items()}
+    return {name: samples.tolist() for name, samples in rows.items()}, bounded
+
+
+def stop_rule(args: argparse.Namespace, interleaved: bool) -> StopRule:
+    """Return the stop rule that the flags define. interleaved: with another command."""
+    limits = {name: getattr(args, name) for name in ("min_iters", "target_ci", "max_seconds")}
+    if args.warmup_iters is not None:
+        limits |= {"warmup_iters": args.warmup_iters, "full_warmup": True}
+    rounds = INTERLEAVED_ROUNDS if interleaved else None
+    return StopRule(iters=args.iters, rounds=rounds, longest_block_s=args.timeout / 4, **limits)
+
+
 def find_world() -> tuple[int, int, int, int]:
     """Return the rank, its index on its node, the world size and the number of ranks on the node.
     Refuses tasks of a launcher that would each be a world of one."""
@@ -195,7 +217,7 @@ class Benchmark:
         self.observers: list[Observer] = []
         # returns the CPU use by other processes on each node, on rank 0; set by an observer
         self.measure_load: Callable[[], list[Others]] | None = None
-        self.answers: list[str] = []  # printed together, as the last lines
+        self.answers: list[Sentence] = []  # printed together, as the last lines
         self.last_line: dict[str, Any] = {}  # entries that a script adds to the report's last line
         self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
         self.measured: list[Key] = []
@@ -217,7 +239,7 @@ class Benchmark:
         self.job = join_job(args, kinds)
         self.groups = GroupCache(self.job)
         self.turn = turns.take(pipes) if pipes and self.is_first else lambda: None
-        self.rule = StopRule.by_flags(args, self.is_interleaved)
+        self.rule = stop_rule(args, self.is_interleaved)
         collected = environment.collect(self.job, variables, memory_held)
         measured_on = self.job.broadcast(collected)
         path = args.json if self.is_first and not args.dry_run else None
@@ -449,7 +471,6 @@ class Benchmark:
             times = TimedLoop(work, group, self.job.device, rule, self.before_block).run()
             self.phase("checking results")
         facts = work.facts()
-        times.samples_s = rounded(times.samples_s)
         seen = [observer.after(key, work, times, group) for observer in self.observers]
         return RankResult(times, facts, seen)
 
@@ -496,14 +517,11 @@ class Benchmark:
         results: of each rank of the case. Metrics are computed from all samples, even if the case
         keeps only some of them.
         """
-        by_rank = [result.times for result in results]
-        first = by_rank[0]
-        samples_s = stacked([times.samples_s for times in by_rank])
-        case.aligned, case.rounds, case.stop = first.aligned, first.rounds, first.stop
-        case.samples_s, case.bounded = kept_samples(samples_s, case.aligned)
-        if first.launching_s:
-            case.metrics["launch_share"] = launch_share(by_rank)
-        times = Times(samples_s, case.rounds, [times.returned for times in by_rank])
+        times = Times.merge([result.times for result in results])
+        case.aligned, case.rounds, case.stop = times.aligned, list(times.rounds), times.stop
+        case.samples_s, case.bounded = kept_samples(times)
+        if times.launch_share:
+            case.metrics["launch_share"] = times.launch_share
         derive(case, times, [result.facts for result in results])
 
     @contextlib.contextmanager
@@ -529,7 +547,9 @@ class Benchmark:
             for start in sorted({case.measured_at for case in self.table.passed}):
                 cases = [case for case in self.table.passed if case.measured_at == start]
                 sentences = answer(cases) or []
-                self.conclude([sentences] if isinstance(sentences, str) else sentences, cases[0])
+                if isinstance(sentences, str | Implausible):
+                    sentences = [sentences]
+                self.conclude(sentences, cases[0])
         self.title, self.table = "", None
 
     def print_table(self, columns: Columns, cases: Sequence[Case], title: str = "") -> None:
@@ -540,7 +560,7 @@ class Benchmark:
             columns = dict([first, ("measured", lambda case: self.mark(case) or "now"), *others])
         self.print("\n".join(["", *above, render(columns, cases, self.max_width)]))
 
-    def conclude(self, sentences: Sequence[str], case: Case | None = None) -> None:
+    def conclude(self, sentences: Sequence[Sentence], case: Case | None = None) -> None:
         """Add sentences that answer the script's question, for scripts without `begin_table`. Call
         it on rank 0.
 
@@ -722,17 +742,17 @@ def marked(row: str, mark: str, max_width: int | None) -> str:
     return text + (f"  # {mark}" if fits else f"\n# ^ {mark}") + row[len(text) :]
 
 
-def with_cause(sentence: str, others: str) -> str:
-    """The sentence. An impossible result is called disturbed if other processes used the CPU, and
-    implausible otherwise.
+def with_cause(sentence: Sentence, others: str) -> str:
+    """Return the sentence. An impossible result is called disturbed if other processes used the
+    CPU, and implausible otherwise.
 
     others: CPU use by other processes as text; "" if it was at most BUSY.
     """
     if not isinstance(sentence, Implausible):
         return sentence
     if others and others != LOAD_UNKNOWN:
-        return f'disturbed: "{sentence}" is impossible; {others}'
-    return f'implausible: "{sentence}"; {others or "no load by other processes explains it"}'
+        return f'disturbed: "{sentence.text}" is impossible; {others}'
+    return f'implausible: "{sentence.text}"; {others or "no load by other processes explains it"}'
 
 
 def folded(text: str, max_width: int | None, mark: str = "# ") -> str:

@@ -38,11 +38,15 @@ def rebuilt(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "class" in value:
+        from common.stats import Times
+
         module, name = value["class"]
         owner = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
         fields = {key: rebuilt(item) for key, item in value["fields"].items()}
         fields.pop("trace", None)  # the field no longer exists, and the class was renamed
-        return getattr(owner, "RankTimes" if name == "Timing" else name)(**fields)
+        if name in ("Timing", "RankTimes"):  # of one rank
+            return Times.of_rank(**fields)
+        return getattr(owner, name)(**fields)
     if "items" in value:
         return {rebuilt(key): rebuilt(item) for key, item in value["items"]}
     if "array" in value:

@@ -261,7 +261,7 @@ def harness(step: Step, seconds: float, job: Job, group: Group) -> list[float]:
     """Seconds of each call in a case: warm-up, then ROUNDS blocks."""
     rule = StopRule(max_seconds=seconds, rounds=ROUNDS)
     times = TimedLoop(Workload(step), group, job.device, rule).run()
-    return list(times.samples_s["step"])
+    return list(times.slowest())
 
 
 def bare_loop(step: Step, calls: int, job: Job, group: Group) -> list[float]:

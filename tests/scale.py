@@ -34,7 +34,8 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.groups import Group
-from common.timing import RankTimes, Workload
+from common.stats import Times
+from common.timing import Workload
 from harness import cli
 from harness.benchmark import Benchmark, Key
 
@@ -48,7 +49,7 @@ def time_step_once(key: Key, group: Group) -> Workload:
 
 
 def time_nothing(key: Key, group: Group) -> Workload:
-    return Workload(lambda: None, timed=RankTimes({"step": []}, []))
+    return Workload(lambda: None, timed=Times.of_rank({"step": []}, []))
 
 
 def make_and_close_group() -> None:

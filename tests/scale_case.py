@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.training import breakdown, training_metrics
 from common.stats import Times
-from common.timing import RankTimes, rounded
 from harness.benchmark import Benchmark, RankResult
 from harness.report import Case, Report
 
@@ -50,7 +49,7 @@ def results_of(ranks: int, iterations: int) -> list[bytes]:
         slow = 1.3 if rank == 3 else 1.0
         step, local, alone = rng.lognormal(-7, 0.05, (3, iterations)) * [[2.0], [slow], [0.5]]
         samples = {"step": step.tolist(), SPLIT: local.tolist(), "alone": alone.tolist()}
-        timed = RankTimes(rounded(samples), rounds, "iters")
+        timed = Times.of_rank(samples, rounds, "iters")
         sent.append(pickle.dumps(RankResult(timed, None, [])))
     return sent
 

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.outliers import SIGMAS, outliers
 from benchmarks.workloads.training import straggler
-from common.stats import Estimate, Times, median, modes
+from common.stats import Estimate, Times, median
+from harness.observe.hints import modes
 
 SPREAD = 0.1  # standard deviation of the logarithm of a sample
 Rng = np.random.Generator

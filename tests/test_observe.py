@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
-from common.timing import RankTimes
+from common.stats import Times
 from harness import benchmark
 from harness.report import Case
 from tests.process import ROOT
@@ -50,7 +49,7 @@ def test_an_error_of_an_observer_is_printed_in_a_line() -> None:
     bench: Any = benchmark.Benchmark.__new__(benchmark.Benchmark)
     bench.observers, bench.report = [broken], Mock(path=None)
     bench.first_failure = lambda: (None, None)
-    timed = RankTimes({"step": np.array([1.0])}, [1], "iters")
+    timed = Times.of_rank({"step": [1.0]}, [1], "iters")
     bench.write(case, lambda *_: None, [benchmark.RankResult(timed, None, [None])], lines)
     assert lines == ["Broken: KeyError: 'row'"]
     assert case.check == "passed"

@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from common.stats import Estimate, autocorrelation_time, iteration_times, modes, show_seconds
+import numpy as np
+from numpy.typing import ArrayLike
+
+from common.stats import Estimate, autocorrelation_time, iteration_times, show_seconds
 from common.timing import MIN_SAMPLES
 from harness.benchmark import Observer
 from harness.cli import TURN, cut
@@ -15,6 +18,8 @@ from harness.environment import count_of, node_of_each, others_text
 from harness.report import Case
 
 WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
+MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
+MIN_MODE_SAMPLES = 5  # of each mode
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time
 LAUNCH_HINT = (
     "launch-bound: launching the kernels takes the host over 90% of the time, so this measures "
@@ -49,6 +54,37 @@ def launch_bound(case: Case) -> float | None:
     is at most LAUNCH_BOUND."""
     share = max(case.metrics.get("launch_share", {}).values(), default=0.0)
     return float(share) if share > LAUNCH_BOUND else None
+
+
+def modes(samples: ArrayLike) -> list[tuple[float, float]]:
+    """Return the fast and the slow mode of times [n] in seconds, each as the median of its samples
+    and their share of all samples. Return [] if there is a single mode.
+
+    The logarithms are split where the variance between the two sides is largest (Otsu 1979, IEEE
+    Trans. SMC 9:62), with at least a tenth of the samples on each side. The sides are modes if
+    their medians differ by a factor of MIN_MODE_RATIO or more and few samples are in the middle
+    third between them. A single mode has no such valley, however wide or skewed it is.
+    """
+    x = np.sort(np.log(np.maximum(samples, 1e-9)))
+    n = len(x)
+    least = max(MIN_MODE_SAMPLES, -(-n // 10))
+    if n < 2 * least:
+        return []
+    cuts = np.arange(least, n - least + 1)  # number of samples on the fast side
+    sums = np.cumsum(x)[cuts - 1]
+    means_apart = (x.sum() - sums) / (n - cuts) - sums / cuts
+    cut = int(cuts[np.argmax(cuts * (n - cuts) * means_apart**2)])
+    fast, slow = float(np.median(x[:cut])), float(np.median(x[cut:]))
+    third = (slow - fast) / 3
+    if 3 * third < np.log(MIN_MODE_RATIO):
+        return []
+
+    def near(center: float) -> int:
+        return int(np.sum(np.abs(x - center) <= third / 2))
+
+    if min(near(fast), near(slow)) < MIN_MODE_SAMPLES + 3 * near((fast + slow) / 2):
+        return []
+    return [(float(np.exp(fast)), cut / n), (float(np.exp(slow)), 1 - cut / n)]
 
 
 def two_modes(case: Case) -> list[str]:

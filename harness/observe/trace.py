@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.profiler import profile, record_function
 
 from common.groups import Group
-from common.stats import show_seconds
-from common.timing import STEP, RankTimes, Step, Workload, time_block
+from common.stats import Times, show_seconds
+from common.timing import STEP, Step, Workload, time_block
 from harness.benchmark import Benchmark, Observer, analysis_command
 from harness.cli import cut
 from harness.environment import node_of_each
@@ -50,7 +50,7 @@ class Trace(Observer):
             self.nodes = node_of_each(bench.report.environment)
 
     def after(
-        self, key: Mapping[str, Any], work: Workload, times: RankTimes, group: Group
+        self, key: Mapping[str, Any], work: Workload, times: Times, group: Group
     ) -> dict[str, Any] | None:
         """Run the steps, and write a trace if this rank is one of those that profile.
 
@@ -60,7 +60,7 @@ class Trace(Observer):
         if not self.bench.args.profile:
             return None
         steps: Mapping[str, Step | None] = work.profiled or {STEP: work.step, **work.parts}
-        own_s = float(median(times.samples_s[STEP]))
+        own_s = float(median(times.each()[0]))
         medians_s = [own_s] * len(group.ranks)
         dist.all_gather_object(medians_s, own_s, group=group.control)
         iters = max(1, min(ITERATIONS, int(self.bench.rule.longest_block_s / max(medians_s))))

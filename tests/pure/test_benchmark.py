@@ -13,10 +13,9 @@ from unittest.mock import Mock, call
 import pytest
 from torch.distributed import HashStore
 
-from common.stats import Implausible
 from common.timing import StopRule
 from harness import benchmark, turns
-from harness.benchmark import Benchmark
+from harness.benchmark import Benchmark, Implausible
 from harness.report import Case, Report
 
 
@@ -150,7 +149,7 @@ COLUMNS = {"": lambda case: case.name, "s": lambda case: str(case.metrics["step_
 def test_earlier_rows_are_marked_and_have_separate_sentences(resumed: Any) -> None:
     """One row was measured earlier and one now. Each has its own sentence."""
 
-    def answer(cases: list[Case]) -> str:
+    def answer(cases: list[Case]) -> Any:
         sure = f"{cases[0].name} is the fastest of {len(cases)}"
         return Implausible(sure) if cases[0].name == "a" else sure
 

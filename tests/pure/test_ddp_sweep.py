@@ -14,8 +14,9 @@ import torch
 
 from benchmarks import ddp_sweep
 from benchmarks.workloads.settings import compare_settings, fastest, simultaneous
-from common.stats import Estimate, Implausible, Times
+from common.stats import Estimate, Times
 from common.table import fitted
+from harness.benchmark import Implausible
 from harness.report import Case
 
 LABELS = ["25MB none", "25MB bf16", "1MB none"]
@@ -100,7 +101,7 @@ def test_the_rows_of_an_interleaved_case() -> None:
 def test_the_fastest_setting_is_significantly_faster_than_all_others() -> None:
     rows = ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6, [1.4] * 6]))
     first, *sentences = ddp_sweep.answer(rows)
-    assert first.startswith(f"{BEGIN}, buckets of 25 MiB: DDP on 2 ranks trains 1.61 times (")
+    assert str(first).startswith(f"{BEGIN}, buckets of 25 MiB: DDP on 2 ranks trains 1.61 times (")
     assert sentences == [
         f"{BEGIN}, 2 ranks: 25 MiB with bf16 is 1.12 times (1.10 to 1.14) as fast as 25 MiB",
         f"{BEGIN}, 2 ranks: 1 MiB is 0.80 times (0.79 to 0.81) as fast as 25 MiB",
@@ -276,12 +277,12 @@ def test_without_interleave_settings_are_not_ranked() -> None:
     first, second = row(Estimate(0.3, 0.2, 0.4)), row(Estimate(0.1, 0.05, 0.15))
     second.key["comm_hook"] = "none"
     sentences = ddp_sweep.answer([first, second])
-    assert [sentence.split(":")[0] for sentence in sentences] == [
+    assert [str(sentence).split(":")[0] for sentence in sentences] == [
         "m, fp32, buckets of 25 MiB with bf16",
         "m, fp32, buckets of 25 MiB",
         "m, fp32",
     ]
-    assert sentences[2].endswith("are not ranked; --interleave compares them")
+    assert str(sentences[2]).endswith("are not ranked; --interleave compares them")
 
 
 def test_powersgd_cannot_be_timed_alone() -> None:

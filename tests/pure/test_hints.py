@@ -11,7 +11,7 @@ from common.stats import Estimate
 from harness.benchmark import report_lines
 from harness.cli import ROOT
 from harness.cpu_load import Others
-from harness.observe.hints import Hints, crowded_text, hints
+from harness.observe.hints import Hints, crowded_text, hints, modes
 from harness.report import Case
 
 SURE, WIDE, NONE = Estimate(1, 0.95, 1.05), Estimate(1, 0.9, 1.2), Estimate(1)
@@ -124,3 +124,14 @@ def test_the_last_lines_suggest_the_next_commands(
     assert report == f"report /r 1; {page}"
     compare = shlex.join(["python", str(analysis / "compare.py"), "/r 1.bak", "--test", "/r 1"])
     assert before == f"previous report /r 1.bak; to compare: {compare}"
+
+
+def test_two_modes_and_their_shares() -> None:
+    """7 calls take 0.3 ms and 3 take 3.6 ms, like all-reduces over gloo."""
+    calls = [0.29e-3, 3.6e-3, 0.3e-3, 3.7e-3, 0.31e-3, 0.3e-3, 3.5e-3, 0.3e-3, 0.3e-3, 0.3e-3] * 2
+    fast, slow = modes(calls)
+    assert [*fast, *slow] == pytest.approx([0.3e-3, 0.7, 3.6e-3, 0.3])
+    assert modes([1.0] * 20 + [1.9] * 20) == []  # less than a factor of 2
+    assert modes([1.0] * 100 + [9.0] * 5) == []  # less than a tenth of the calls
+    assert modes([1.0] * 6 + [9.0] * 4) == []  # fewer than 5
+    assert modes([1.0] * 20 + [3.0] * 6 + [9.0] * 20) == []  # no valley between them

@@ -19,7 +19,7 @@ SHARED = [
 ]
 ALLOWED = {
     "benchmarks": ("common.", "harness.", "benchmarks.workloads."),
-    "common": ("common.", "harness."),
+    "common": ("common.",),
     "harness": ("common.", "harness."),
     "analysis": ("analysis.", "harness", *SHARED),
     "examples": (),

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from analysis.runs.load import load
-from common import timing
 from common.stats import Times
-from common.timing import RankTimes
+from harness import benchmark
 from harness.benchmark import Benchmark, RankResult
 from harness.observe.hints import timed_s
 from harness.report import Case, Report
@@ -28,7 +27,7 @@ SECONDS: dict[str, Any] = {"step": STEP.round(9), "compute": (STEP / 2).round(9)
 def reported(path: Path, aligned: bool) -> tuple[str, Case]:
     """A report of one case, and the case."""
     case = Case(key={"n": 1}, ranks=list(range(RANKS)), rounds=[50, 50], aligned=aligned)
-    case.samples_s, case.bounded = timing.kept_samples(SECONDS, aligned)
+    case.samples_s, case.bounded = benchmark.kept_samples(Times(SECONDS, [50, 50], aligned=aligned))
     report = Report("ddp_sweep", {}, str(path))
     report.start()
     report.add(case)
@@ -42,7 +41,7 @@ def test_a_large_case_keeps_the_samples_of_the_slowest_rank(
 ) -> None:
     whole, case = reported(tmp_path / "whole.jsonl", aligned)
     assert case.samples_s == {name: rows.tolist() for name, rows in SECONDS.items()}
-    monkeypatch.setattr(timing, "LIMIT", 2 * RANKS * ITERATIONS - 1)
+    monkeypatch.setattr(benchmark, "LIMIT", 2 * RANKS * ITERATIONS - 1)
     bounded, case = reported(tmp_path / "bounded.jsonl", aligned)
     resumed = Report("ddp_sweep", {}, bounded)
     resumed.start(resume=True)
@@ -57,12 +56,12 @@ def test_a_large_case_keeps_the_samples_of_the_slowest_rank(
 
 
 def test_metrics_are_computed_from_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LIMIT", 600)
+    monkeypatch.setattr(benchmark, "LIMIT", 600)
     slowest = SECONDS["step"].max(axis=0)
     results = []
     for rank in range(RANKS):
         of_rank = {name: rows[rank].tolist() for name, rows in SECONDS.items()}
-        results.append(RankResult(RankTimes(of_rank, [50, 50], "iters"), None, []))
+        results.append(RankResult(Times.of_rank(of_rank, [50, 50], "iters"), None, []))
     case = Case(key={}, ranks=list(range(RANKS)))
 
     def derive(case: Case, times: Times, facts: list[Any]) -> None:
@@ -78,4 +77,4 @@ def test_metrics_are_computed_from_all_samples(monkeypatch: pytest.MonkeyPatch) 
 def test_rank_0_completes_a_case_of_many_ranks() -> None:
     cost = scale_case.cost_of_case(256, 600)  # 460,800 samples
     assert cost.gathered_bytes < 9 * 460_800
-    assert cost.report_bytes < 16 * timing.LIMIT
+    assert cost.report_bytes < 16 * benchmark.LIMIT

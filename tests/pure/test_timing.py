@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from common import timing
 from common.groups import Group
-from common.timing import RankTimes, StopRule, TimedLoop, Workload
+from common.stats import Times
+from common.timing import StopRule, TimedLoop, Workload
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 RULE = StopRule()  # 5 s
@@ -133,11 +134,11 @@ def test_a_block(
 
 
 def test_launch_share_is_that_of_the_highest_rank() -> None:
-    slow = RankTimes({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
-    fast = RankTimes({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
-    assert timing.launch_share([slow, fast]) == {"a": 0.9}
-    fast.launching_s["a"] = 1.32
-    assert timing.launch_share([slow, fast]) == {"a": 1.0}
+    slow = Times.of_rank({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
+    fast = Times.of_rank({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
+    assert Times.merge([slow, fast]).launch_share == {"a": 0.9}
+    late = Times.of_rank({"a": [0.5, 0.5]}, [2], "iters", {"a": 1.32})
+    assert Times.merge([slow, late]).launch_share == {"a": 1.0}
 
 
 @pytest.fixture
@@ -165,10 +166,10 @@ def test_blocks_alternate_in_reversed_order_with_a_barrier_before_each(
     times = TimedLoop(work, group, CPU, StopRule(warmup_iters=1, iters=13)).run()
     assert (times.stop, times.rounds) == ("iters", [2] * 6 + [1])
     assert list(times.samples_s) == ["step", "b"]
-    assert len(times.samples_s["step"]) == len(times.samples_s["b"]) == 13
+    assert times.each().shape == times.each("b").shape == (1, 13)
     # one warm-up call each; then a lead-in and two timed calls, forwards and then backwards
     assert "".join(order).startswith("|a|b||aaa|bbb|||bbb|aaa|aaa")
-    assert times.returned[:4] == [3, 4, 6, 7]  # of timed calls only
+    assert times.returned[0][:4] == [3, 4, 6, 7]  # of timed calls only
 
 
 def test_windows_and_blocks_are_counted_in_samples(
@@ -182,7 +183,7 @@ def test_windows_and_blocks_are_counted_in_samples(
     rule = replace(FULL, rounds=1, max_seconds=3.05)
     work = Workload(lambda: None, calls_per_sample=10, launches=True)
     times = TimedLoop(work, group, CUDA, rule).run()
-    assert times.launching_s == {}
+    assert times.launch_share == {}
     assert [call.args[1] for call in block.call_args_list] == [1, 6, 29]
 
 
@@ -197,7 +198,8 @@ def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(timing.dist, "reduce", reduce)
     work = Workload(lambda: None, {"part": lambda: None, "other": None}, compared=["part"])
     loop = TimedLoop(work, group, CPU, RULE)
-    loop.times = RankTimes({"step": [9.0, 2.0, 3.0], "part": [9.0, 0.5, 2.0]}, [1, 2])
+    loop.samples_s = {"step": [9.0, 2.0, 3.0], "part": [9.0, 0.5, 2.0]}
+    loop.rounds = [1, 2]
     monkeypatch.setattr(timing, "rule_reached", reached := Mock(return_value=""))
     assert loop.check_stop_rule(2, 0.0) == ""
     assert reached.call_args.args[0] == [4.0, 3.0]
@@ -217,10 +219,10 @@ def test_the_stop_rule_of_unaligned_ranks_uses_the_slowest_rank(
     monkeypatch.setattr(timing, "rule_reached", reached := Mock(return_value=""))
     work = Workload(lambda: None, aligned=False)
     loop = TimedLoop(work, replace(group, ranks=(0, 1)), CPU, RULE)
-    loop.times = RankTimes({"step": [9.0, 1.0, 1.0]}, [3])
+    loop.samples_s, loop.rounds = {"step": [9.0, 1.0, 1.0]}, [3]
     assert loop.check_stop_rule(3, 0.0) == ""
     assert reached.call_args.args[0] == [3.0, 3.0, 3.0]
-    loop.times = RankTimes({"step": [9.0, 1.0, 1.0, 2.0]}, [3, 1])
+    loop.samples_s, loop.rounds = {"step": [9.0, 1.0, 1.0, 2.0]}, [3, 1]
     assert loop.check_stop_rule(1, 0.0) == ""
     assert reached.call_args.args[0] == [3.0, 3.0, 3.0, 3.0]
 
