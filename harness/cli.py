@@ -48,6 +48,8 @@ LAUNCHER_FLAGS = dict.fromkeys(
     "torchrun provides it; torchrun's own flags, such as --nproc-per-node 8, precede the script",
 )
 OUTPUTS = ("--json", "--plot", "--exclude-file")  # flags that name a file written by rank 0
+# A quoted value, or a word, of more than 200 characters
+LONG = re.compile(r"""(?<!\w)'(?:[^'\\]|\\.){200,}'(?!\w)|"(?:[^"\\]|\\.){200,}"|\S{200,}""")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -56,7 +58,7 @@ def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoRetur
 
     status: exit status. prints: whether this process prints the line; by default only rank 0 does.
     """
-    line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
+    line = f"{Path(sys.argv[0]).name}: error: {shorten(' '.join(message.split()))}"
     write_error_file(line)
     if is_rank_0() if prints is None else prints:
         print_error(line)
@@ -69,6 +71,12 @@ def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoRetur
         if not any(name in os.environ for name in launched):  # each rank has its own command line
             print_error(line)
     sys.exit(status)
+
+
+def shorten(message: str) -> str:
+    """Cut the values in a message that are longer than 200 characters, such as a whole file that
+    was passed as a flag."""
+    return LONG.sub(lambda value: f"{value[0][:60]}... ({len(value[0]):,} characters)", message)
 
 
 def read_launchers() -> list[tuple[str, str]]:
@@ -298,13 +306,27 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
         self.gone = LAUNCHER_FLAGS | dict(gone or {})
         self.measures = False  # True once add_common_flags has been called
-        text = "print the version of these scripts and exit"
-        self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
+        self.add_argument(
+            "--version",
+            action=ShowVersion,
+            nargs=0,
+            help="print the version of these scripts and exit",
+        )
 
     def print_help(self, file: Any = None) -> None:
         """Print the help, on rank 0 only."""
         if is_rank_0():
             super().print_help(file)
+
+    def suggest_flag(self, word: str) -> str:
+        """Return `; did you mean --collective all_reduce?` if a flag has a choice like this word;
+        "" otherwise."""
+        for action in self._actions:
+            choices = action.choices or getattr(action.type, "choices", None) or ()
+            if near := difflib.get_close_matches(word, map(str, choices), n=1, cutoff=0.8):
+                flag = max(action.option_strings, key=len, default="")
+                return f"; did you mean {flag} {near[0]}?"
+        return ""
 
     def error(self, message: str) -> NoReturn:
         """End the process with one line and status 2."""
@@ -323,7 +345,8 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            self.error(f"unknown argument '{name}'{suggest(name, flags)}")
+            near = self.suggest_flag(name) or suggest(name, flags)
+            self.error(f"unknown argument '{name}'{near}")
         for name, value in vars(parsed).items():
             if isinstance(value, PerDevice):
                 setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)
@@ -376,6 +399,7 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
                 values.append(value)
         return values
 
+    vars(parse)["choices"] = choices  # for suggest_flag
     return parse
 
 
@@ -469,46 +493,109 @@ def add_common_flags(
     """
     parser.measures = True
     add = parser.add_argument_group("flags of all scripts").add_argument
-    devices = "device to run on (default: auto, which is CUDA if torch finds a GPU)"
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
-    backends = f"{backends}; with newer versions of torch also nccl-legacy, nccl2, nccl-lazy "
-    backends += "(default: nccl on CUDA, gloo on the CPU)"
-    names = ("--distributed-backend", "--backend")
-    add(*names, dest="backend", type=str.lower, metavar="NAME", help=backends)
-    warm = "warm up each step with N untimed iterations, at least 1 (default: 5 or more, until its "
-    warm += "times are steady, for up to a quarter of --max-seconds)"
-    add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
-    exactly = "time exactly N iterations; overrides the three limits below"
-    add("--iters", type=positive_int, metavar="N", help=exactly)
-    least = f"time at least N iterations within --max-seconds (default: {min_iters})"
-    add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
-    target = "end a case when the 95%% interval of the step's median is within +-P (default: 2%%)"
-    add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
-    most = "end a case after S seconds, or after 1.25 S if an interval is still missing, but not "
-    most += f"before 6 rounds (default: {max_seconds:g})"
-    add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device to run on (default: auto, which is CUDA if torch finds a GPU)",
+    )
+    add(
+        *("--distributed-backend", "--backend"),
+        dest="backend",
+        type=str.lower,
+        metavar="NAME",
+        help=f"{backends}; with newer versions of torch also nccl-legacy, nccl2, nccl-lazy "
+        "(default: nccl on CUDA, gloo on the CPU)",
+    )
+    add(
+        *("-w", "--warmup-iters"),
+        type=number(int, 0),
+        metavar="N",
+        help="warm up each step with N untimed iterations, at least 1 (default: 5 or more, until "
+        "its times are steady, for up to a quarter of --max-seconds)",
+    )
+    add(
+        "--iters",
+        type=positive_int,
+        metavar="N",
+        help="time exactly N iterations; overrides the three limits below",
+    )
+    add(
+        "--min-iters",
+        type=positive_int,
+        default=min_iters,
+        metavar="N",
+        help=f"time at least N iterations within --max-seconds (default: {min_iters})",
+    )
+    add(
+        "--target-ci",
+        type=fraction,
+        default=0.02,
+        metavar="P",
+        help="end a case when the 95%% interval of the step's median is within +-P (default: 2%%)",
+    )
+    add(
+        "--max-seconds",
+        type=positive_float,
+        default=max_seconds,
+        metavar="S",
+        help="end a case after S seconds, or after 1.25 S if an interval is still missing, but not "
+        f"before 6 rounds (default: {max_seconds:g})",
+    )
     add("--wide", action="store_true", help="print all columns of each table, also on a terminal")
     add("--dry-run", action="store_true", help="list the cases and exit")
-    report = """append each finished case to this report; an existing report is moved to PATH.bak,
-        PATH.bak.1, ...; if PATH is -, write the report to stdout and everything else to stderr"""
-    add("-J", "--json", "--output-file", metavar="PATH", help=report)
+    add(
+        *("-J", "--json", "--output-file"),
+        type=fill_in_variables,
+        metavar="PATH",
+        help="append each finished case to this report; an existing report is moved to PATH.bak, "
+        "PATH.bak.1, ...; variables in braces are replaced, as in r-{SLURM_ARRAY_TASK_ID}.jsonl; "
+        "if PATH is -, write the report to stdout and everything else to stderr",
+    )
     add("--resume", action="store_true", help="skip the cases that are already in the report")
-    traces = "after the timing, profile 5 more iterations of each step and write traces to DIR, or "
-    traces += "to traces/ if DIR is omitted (docs/profile.md)"
-    folder = checked(str, bool, "a folder", "e.g. traces")
-    add("--profile", type=folder, nargs="?", const="traces", metavar="DIR", help=traces)
-    ranks = "ranks that write traces, e.g. 0,1 (default: the first rank of each node and the "
-    ranks += "slowest rank)"
+    add(
+        "--profile",
+        type=checked(str, bool, "a folder", "e.g. traces"),
+        nargs="?",
+        const="traces",
+        metavar="DIR",
+        help="after the timing, profile 5 more iterations of each step and write traces to DIR, or "
+        "to traces/ if DIR is omitted (docs/profile.md)",
+    )
     rank_list = list_of(number(int, 0))
-    add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)
-    hang = "after S seconds without progress, name the ranks that hang and end the run "
-    hang += f"(default: {timeout:g})"
-    add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)
+    add(
+        "--profile-ranks",
+        type=lambda text: {*rank_list(text)},
+        metavar="RANK",
+        help="ranks that write traces, e.g. 0,1 (default: the first rank of each node and the "
+        "slowest rank)",
+    )
+    add(
+        *("-T", "--timeout"),
+        type=positive_float,
+        default=timeout,
+        metavar="S",
+        help="after S seconds without progress, name the ranks that hang and end the run "
+        f"(default: {timeout:g})",
+    )
+
+
+def fill_in_variables(path: str) -> str:
+    """Type of --json: replace `{NAME}` by the value of the environment variable NAME. Ranks other
+    than 0, which do not write the file, keep variables that are not set."""
+
+    def value_of(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
+        if value is None and is_rank_0():
+            raise_invalid(f"a set variable in {match[0]}, but {match[1]} is not set", repr(path))
+        return match[0] if value is None else value
+
+    return re.sub(r"\{(\w+)\}", value_of, path)
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Refuse an output file that rank 0 cannot write, before the ranks meet: a folder, or a file in
-    a folder that is missing or read-only.
+    """Refuse an output file that rank 0 cannot write, before the ranks meet: a folder, a FIFO, a
+    device, or a file in a folder that is missing or read-only.
 
     Ranks of nodes other than rank 0's check nothing, because the folder need not exist there.
     """
@@ -516,6 +603,8 @@ def check_output(flag: str, path: str | None) -> None:
         return
     if os.path.isdir(path):
         refuse(f"{flag}: expected a file, got the folder {path}; e.g. {path}/1.jsonl")
+    if os.path.exists(path) and not os.path.isfile(path):
+        refuse(f"{flag}: {path} is not a regular file; expected a path such as report.jsonl")
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         refuse(f"{flag} {path}: no folder {folder}; try mkdir -p {shlex.quote(folder)}")

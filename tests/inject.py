@@ -238,14 +238,6 @@ def reader_gone() -> None:
 
 
 @fault
-def streams_closed() -> None:
-    """The streams in $CLOSED are closed, e.g. 01 as by `<&- >&-`."""
-    for number in map(int, os.environ["CLOSED"]):
-        os.close(number)
-        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-
-
-@fault
 def full_disk() -> None:
     """From its 25th step on, files of rank 0 cannot grow. `no ddp` is already in the report."""
 

@@ -249,18 +249,6 @@ def test_a_failure_between_two_groups_of_a_case_is_a_failed_case(
     assert passed.check == "passed"
 
 
-@pytest.mark.parametrize(("closed", "status"), [("1", 1), ("012", 1), ("02", 0)])
-def test_closed_streams(bench: Callable[..., Any], closed: str, status: int) -> None:
-    """The run ends as usual. No file that it opens gets the descriptors 0 to 2: output would be
-    written into it."""
-    run = bench(SCRIPT, *ALONE, ranks=0, inject="streams-closed", CLOSED=closed)
-    assert run.status == status
-    if status == 0:
-        assert run.report.status == "complete"
-    elif "2" not in closed:
-        assert run.err.startswith("ddp_sweep.py: error: stdout: Bad file descriptor; ")
-
-
 def test_a_read_only_folder_and_python_with_safe_path(tmp_path: Path) -> None:
     folder = tmp_path / "read only"
     folder.mkdir(mode=0o555)

@@ -5,6 +5,7 @@ The scripts run in this process and end before the ranks rendezvous.
 
 import importlib
 import io
+import os
 import re
 import shlex
 import sys
@@ -28,6 +29,13 @@ MISTAKES = [
     ("p2p_matrix", "--timeout 1e10", "expected a number above 0, got '1e10'; at most 1,000,000,0"),
     ("p2p_matrix", "--device tpu", "argument --device: invalid choice: 'tpu'"),
     ("p2p_matrix", "--profile=", "expected a folder, got ''; e.g. traces"),
+    ("p2p_matrix", f"--device '{'x ' * 500}'", "choice: 'x x x x "),
+    ("p2p_matrix", f"--iters {'9' * 20_000}", "got '99999"),
+    ("p2p_matrix", f"--{'x' * 20_000}", "... (20,004 characters)"),
+    ("p2p_matrix", "cpu", "unknown argument 'cpu'; did you mean --device cpu?"),
+    ("collectives", "allreduce", "argument 'allreduce'; did you mean --collective all_reduce?"),
+    ("p2p_matrix", "--json 'r-{NO_SUCH}.jsonl'", "in {NO_SUCH}, but NO_SUCH is not set, got 'r-{"),
+    ("p2p_matrix", "--json fifo", "--json: fifo is not a regular file; expected a path such as re"),
     ("p2p_matrix", "--resume", "expected --json PATH, the report to write or resume"),
     ("p2p_matrix", "--json=", "expected --json PATH, the report to write or resume"),
     ("p2p_matrix", "--profile-ranks 0", "--profile-ranks requires --profile DIR"),
@@ -263,6 +271,7 @@ def test_a_mistake_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
     write(tmp_path / "a.jsonl", case("x"))
     write(tmp_path / "b.jsonl", case("x", [0.2]))
     write(tmp_path / "other.jsonl", case("x"), benchmark="collectives")
