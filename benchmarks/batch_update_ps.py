@@ -83,13 +83,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (default, text) in SIZES.items():
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
         add(flag, type=positive_int, default=default, metavar="N", help=text)
-    text = "number of gradients per update (default: one per trainer)"
-    add("--batch-update-size", type=positive_int, metavar="N", help=text)
-    payload = """module: send a list of gradients and receive the pickled module, as in the
-        tutorial; tensors: send and receive one flat tensor (default: both)"""
-    add("--payload", type=list_of(str, PAYLOADS), default=[*PAYLOADS], metavar="NAME", help=payload)
-    text = "after the table, print the server's log of arriving gradients and updates"
-    add("--log-updates", action="store_true", help=text)
+    add(
+        "--batch-update-size",
+        type=positive_int,
+        metavar="N",
+        help="number of gradients per update (default: one per trainer)",
+    )
+    add(
+        "--payload",
+        type=list_of(str, PAYLOADS),
+        default=[*PAYLOADS],
+        metavar="NAME",
+        help="module: send a list of gradients and receive the pickled module, as in the "
+        "tutorial; tensors: send and receive one flat tensor (default: both)",
+    )
+    add(
+        "--log-updates",
+        action="store_true",
+        help="after the table, print the server's log of arriving gradients and updates",
+    )
     add_rpc_flags(parser, server_device="cpu", stragglers=True)
     add_common_flags(parser)
     parser.set_defaults(backend="gloo")  # for barriers and the check only: the timed calls use RPC

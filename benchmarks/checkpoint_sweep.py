@@ -85,22 +85,58 @@ DEFAULT_MODES = ["torch.save", "dcp.save", "async-thread"]
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of = parser.add_argument, cli.list_of
-    text = f"save methods: {', '.join(MODES)} or all (default: {','.join(DEFAULT_MODES)})"
     modes = list_of(str, tuple(MODES))
-    add("--modes", type=modes, default=DEFAULT_MODES, metavar="M", help=text)
-    text = "list of fsdp2, ddp (default: fsdp2)"
-    add("--strategy", type=list_of(str, ("fsdp2", "ddp")), default=["fsdp2"], help=text)
-    text = "new or empty folders to save into, shared by all nodes (default: a new one in TMPDIR)"
-    add("--paths", "--path", type=list_of(str), metavar="PATH", help=text)
-    text = "checkpoint interval in seconds, for `cost` (default: 600)"
-    add("--every", type=cli.positive_float, default=600.0, metavar="S", help=text)
-    text = f"{', '.join(DECODERS)} (default: %(default)s)"
+    add(
+        "--modes",
+        type=modes,
+        default=DEFAULT_MODES,
+        metavar="M",
+        help=f"save methods: {', '.join(MODES)} or all (default: {','.join(DEFAULT_MODES)})",
+    )
+    add(
+        "--strategy",
+        type=list_of(str, ("fsdp2", "ddp")),
+        default=["fsdp2"],
+        help="list of fsdp2, ddp (default: fsdp2)",
+    )
+    add(
+        "--paths",
+        "--path",
+        type=list_of(str),
+        metavar="PATH",
+        help="new or empty folders to save into, shared by all nodes (default: a new one in "
+        "TMPDIR)",
+    )
+    add(
+        "--every",
+        type=cli.positive_float,
+        default=600.0,
+        metavar="S",
+        help="checkpoint interval in seconds, for `cost` (default: 600)",
+    )
     default = cli.PerDevice("decoder-124m", "decoder-10m")
-    add("--model", choices=list(DECODERS), default=default, metavar="NAME", help=text)
-    text = f"sequences per rank and step, of {CPU_TOKENS} tokens on the CPU (default: %(default)s)"
-    add("--batch-size", type=cli.positive_int, default=cli.PerDevice(8, 1), metavar="N", help=text)
-    text = "maximum number of loads of the last checkpoint, within --max-seconds (default: 7)"
-    add("--loads", type=cli.positive_int, default=7, metavar="N", help=text)
+    add(
+        "--model",
+        choices=list(DECODERS),
+        default=default,
+        metavar="NAME",
+        help=f"{', '.join(DECODERS)} (default: %(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=cli.positive_int,
+        default=cli.PerDevice(8, 1),
+        metavar="N",
+        help=f"sequences per rank and step, of {CPU_TOKENS} tokens on the CPU (default: "
+        "%(default)s)",
+    )
+    add(
+        "--loads",
+        type=cli.positive_int,
+        default=7,
+        metavar="N",
+        help="maximum number of loads of the last checkpoint, within --max-seconds (default: 7)",
+    )
     cli.add_common_flags(parser, min_iters=6)
     return parser.parse_args(argv)
 

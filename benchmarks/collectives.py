@@ -84,40 +84,117 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     collectives = cli.list_of(str, tuple(OPERATIONS))
     types = cli.list_of(lambda name: ALIASES.get(name, name), TYPES)
     redops = cli.list_of(str, tuple(REDOPS))
-    text = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
-    add("--collective", type=collectives, default=["all_reduce"], metavar="NAME", help=text)
+    add(
+        "--collective",
+        type=collectives,
+        default=["all_reduce"],
+        metavar="NAME",
+        help=f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)",
+    )
     add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default: 8)")
     largest = cli.PerDevice(cuda=2**30, cpu=2**26)
-    text = "largest size (default: 1G on CUDA, 64M on the CPU)"
-    add("-e", "--maxbytes", type=positive_size, default=largest, metavar="SIZE", help=text)
+    add(
+        "-e",
+        "--maxbytes",
+        type=positive_size,
+        default=largest,
+        metavar="SIZE",
+        help="largest size (default: 1G on CUDA, 64M on the CPU)",
+    )
     step = parser.add_mutually_exclusive_group().add_argument
     step("-i", "--stepbytes", type=positive_size, metavar="SIZE", help="increment between sizes")
-    factor, text = cli.number(float, 1, above=True), "factor between sizes (default: 2)"
-    step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help=text)
-    text = "calls per sample (default: 1 on the CPU and with -I; on CUDA 20, up to 4 GiB in total)"
-    add("-n", "--calls", type=cli.positive_int, metavar="N", help=text)
-    text = f"list of {', '.join(TYPES)} (default: float32)"
-    add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=text)
-    text = f"list of {', '.join(REDOPS)} (default: sum)"
-    add("-o", "--op", type=redops, default=["sum"], metavar="OP", help=text)
-    text = "root rank within the group (default: 0)"
-    add("-r", "--root", type=count, default=0, metavar="R", help=text)
-    text = "number of samples to check (default: 1)"
-    add("-c", "--check", type=count, default=1, metavar="N", help=text)
-    text = "capture the calls of a sample in a CUDA graph, and replay it N times per sample"
-    add("-G", "--cudagraph", type=count, default=0, metavar="N", help=text)
-    text = "1: print minimum, maximum, p99 and coefficient of variation of the samples (default: 0)"
-    add("-I", "--per-iter-timing", type=int, choices=(0, 1), default=0, help=text)
+    step(
+        "-f",
+        "--stepfactor",
+        type=cli.number(float, 1, above=True),
+        default=2.0,
+        metavar="F",
+        help="factor between sizes (default: 2)",
+    )
+    add(
+        "-n",
+        "--calls",
+        type=cli.positive_int,
+        metavar="N",
+        help="calls per sample (default: 1 on the CPU and with -I; on CUDA 20, up to 4 GiB in "
+        "total)",
+    )
+    add(
+        "-d",
+        "--datatype",
+        type=types,
+        default=["float32"],
+        metavar="TYPE",
+        help=f"list of {', '.join(TYPES)} (default: float32)",
+    )
+    add(
+        "-o",
+        "--op",
+        type=redops,
+        default=["sum"],
+        metavar="OP",
+        help=f"list of {', '.join(REDOPS)} (default: sum)",
+    )
+    add(
+        "-r",
+        "--root",
+        type=count,
+        default=0,
+        metavar="R",
+        help="root rank within the group (default: 0)",
+    )
+    add(
+        "-c",
+        "--check",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of samples to check (default: 1)",
+    )
+    add(
+        "-G",
+        "--cudagraph",
+        type=count,
+        default=0,
+        metavar="N",
+        help="capture the calls of a sample in a CUDA graph, and replay it N times per sample",
+    )
+    add(
+        "-I",
+        "--per-iter-timing",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: print minimum, maximum, p99 and coefficient of variation of the samples "
+        "(default: 0)",
+    )
     add("--cache-warm", action="store_true", help="use the same buffer in all calls")
-    text = "world, node, cross, or lists of ranks such as 0,1/2-3 (default: world)"
-    add("--groups", default="world", metavar="G", help=text)
-    text = "link speed; busbw is also printed as a percentage of it"
-    add("--limit", type=cli.positive_float, metavar="GB/s", help=text)
-    text = "fail if the largest busbw is below 90%% of this"
-    add("--min-busbw", type=cli.positive_float, default=0, metavar="GB/s", help=text)
-    text = "also time each size while this collective runs in a second group, e.g. all_to_all:4M "
-    text += "(default size: the same)"
-    add("--beside", type=other_collective, metavar="NAME[:SIZE]", help=text)
+    add(
+        "--groups",
+        default="world",
+        metavar="G",
+        help="world, node, cross, or lists of ranks such as 0,1/2-3 (default: world)",
+    )
+    add(
+        "--limit",
+        type=cli.positive_float,
+        metavar="GB/s",
+        help="link speed; busbw is also printed as a percentage of it",
+    )
+    add(
+        "--min-busbw",
+        type=cli.positive_float,
+        default=0,
+        metavar="GB/s",
+        help="fail if the largest busbw is below 90%% of this",
+    )
+    add(
+        "--beside",
+        type=other_collective,
+        metavar="NAME[:SIZE]",
+        help="also time each size while this collective runs in a second group, e.g. "
+        "all_to_all:4M (default size: the same)",
+    )
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)
     if args.beside:

@@ -120,39 +120,93 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__, GONE)
     strategies = cli.list_of(str, STRATEGIES)
     dtypes = cli.list_of(str, [*TOLERANCES])
-    named = "models, separated by commas; see above (default: %(default)s)"
     add = parser.add_mutually_exclusive_group().add_argument
     model = cli.PerDevice(["decoder-124m"], ["toy-small"])
-    add("--models", "--model", type=cli.list_of(str), default=model, metavar="M", help=named)
-    toy = "same as --model toy"
-    add("--toy-model", dest="models", action="store_const", const=["toy"], help=toy)
+    add(
+        "--models",
+        "--model",
+        type=cli.list_of(str),
+        default=model,
+        metavar="M",
+        help="models, separated by commas; see above (default: %(default)s)",
+    )
+    add(
+        "--toy-model",
+        dest="models",
+        action="store_const",
+        const=["toy"],
+        help="same as --model toy",
+    )
     add = parser.add_mutually_exclusive_group().add_argument
     all_here = cli.PerDevice([*STRATEGIES], ["none", "ddp", "fsdp2"])
-    text = f"strategies, see above (default: {all_here}; with --interleave without none)"
-    add("--strategies", type=strategies, metavar="S", help=text)
-    ddp = "same as --strategies ddp"
-    add("--ddp", dest="strategies", action="store_const", const=["ddp"], help=ddp)
+    add(
+        "--strategies",
+        type=strategies,
+        metavar="S",
+        help=f"strategies, see above (default: {all_here}; with --interleave without none)",
+    )
+    add(
+        "--ddp",
+        dest="strategies",
+        action="store_const",
+        const=["ddp"],
+        help="same as --strategies ddp",
+    )
     add("--fsdp", action="store_true", help="fsdp1, as one unit unless --fsdp-wrap is given")
     add = parser.add_argument
-    both, text = ["eager", "inductor"], "backends, see above (default: eager,inductor)"
-    add("--backends", "--dynamo", type=backend_list, default=both, metavar="B", help=text)
-    batch = "batch size per rank (default: 8 on CUDA, 4 on the CPU)"
-    add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
+    add(
+        "--backends",
+        "--dynamo",
+        type=backend_list,
+        default=["eager", "inductor"],
+        metavar="B",
+        help="backends, see above (default: eager,inductor)",
+    )
+    add(
+        "--batch-size",
+        type=cli.positive_int,
+        metavar="N",
+        help="batch size per rank (default: 8 on CUDA, 4 on the CPU)",
+    )
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=DTYPE_HELP)
-    units = "shard each layer in the model's ModuleLists as a unit (default: yes; with --fsdp: no)"
-    add("--fsdp-wrap", action=BooleanOptionalAction, help=units)
-    classes = "instead shard the modules of these classes as units, e.g. BertLayer"
-    add("--fsdp-wrap-classes", type=cli.list_of(str), default=[], metavar="CLASS", help=classes)
-    recomputed = "activation checkpointing of these units: backward recomputes their activations"
-    add("--fsdp-checkpoint", action="store_true", help=recomputed)
-    whole = "do not split graphs at DDP's bucket boundaries"
-    add("--dynamo-no-optimize-ddp", action="store_true", help=whole)
-    interleave = "time all strategies and backends in alternating blocks, each with its own "
-    interleave += "replica, and report which is fastest; --max-seconds applies to each of them"
-    add("--interleave", action="store_true", help=interleave)
-    same = "same as --iters"
+    add(
+        "--fsdp-wrap",
+        action=BooleanOptionalAction,
+        help="shard each layer in the model's ModuleLists as a unit (default: yes; with --fsdp: "
+        "no)",
+    )
+    add(
+        "--fsdp-wrap-classes",
+        type=cli.list_of(str),
+        default=[],
+        metavar="CLASS",
+        help="instead shard the modules of these classes as units, e.g. BertLayer",
+    )
+    add(
+        "--fsdp-checkpoint",
+        action="store_true",
+        help="activation checkpointing of these units: backward recomputes their activations",
+    )
+    add(
+        "--dynamo-no-optimize-ddp",
+        action="store_true",
+        help="do not split graphs at DDP's bucket boundaries",
+    )
+    add(
+        "--interleave",
+        action="store_true",
+        help="time all strategies and backends in alternating blocks, each with its own replica, "
+        "and report which is fastest; --max-seconds applies to each of them",
+    )
     positive = cli.positive_int
-    add("--repeat", dest="iters", type=positive, default=SUPPRESS, metavar="N", help=same)
+    add(
+        "--repeat",
+        dest="iters",
+        type=positive,
+        default=SUPPRESS,
+        metavar="N",
+        help="same as --iters",
+    )
     cli.add_common_flags(parser, max_seconds=4)
     args = parser.parse_args(argv)
     cuda = cli.on_cuda(args.device)

@@ -74,29 +74,67 @@ TOLERANCE = 1e-6  # relative to the largest change of a parameter in these steps
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    text = "number of trainers (default: half of the ranks)"
-    add("--number-trainers", type=positive_int, metavar="N", help=text)
-    text = "number of parameter servers (default: the other half)"
-    add("--number-ps", type=positive_int, metavar="N", help=text)
-    text = "rows of each server's table (default: 300)"
-    add("--number-embeddings", type=positive_int, default=300, metavar="N", help=text)
-    text = "columns of each server's table (default: 64)"
-    add("--embedding-dim", type=positive_int, default=64, metavar="N", help=text)
+    add(
+        "--number-trainers",
+        type=positive_int,
+        metavar="N",
+        help="number of trainers (default: half of the ranks)",
+    )
+    add(
+        "--number-ps",
+        type=positive_int,
+        metavar="N",
+        help="number of parameter servers (default: the other half)",
+    )
+    add(
+        "--number-embeddings",
+        type=positive_int,
+        default=300,
+        metavar="N",
+        help="rows of each server's table (default: 300)",
+    )
+    add(
+        "--embedding-dim",
+        type=positive_int,
+        default=64,
+        metavar="N",
+        help="columns of each server's table (default: 64)",
+    )
     add("--sparse", action="store_true", help="use sparse gradients for the tables")
     modes = list_of(str, ["parallel", "sequential"])
-    text = """query the servers concurrently (parallel) or one after the other (sequential)
-        (default: parallel)"""
-    add("--lookup", type=modes, default="parallel", metavar="MODE", help=text)
+    add(
+        "--lookup",
+        type=modes,
+        default="parallel",
+        metavar="MODE",
+        help="query the servers concurrently (parallel) or one after the other (sequential) "
+        "(default: parallel)",
+    )
     modes = list_of(str, ["distributed", "manual"])
-    text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: one call
-        per server sends the gradient, which the server applies (default: both)"""
-    add("--autograd", type=modes, default="all", metavar="MODE", help=text)
+    add(
+        "--autograd",
+        type=modes,
+        default="all",
+        metavar="MODE",
+        help="distributed: torch's distributed autograd and DistributedOptimizer; manual: one "
+        "call per server sends the gradient, which the server applies (default: both)",
+    )
     add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
-    text = "alias of --iters: time N epochs, each of the same 10 batches"
-    add("--epochs", type=positive_int, dest="iters", metavar="N", help=text)
-    text = "alias of --warmup-iters, in epochs"
-    add("--warmup-cycles", type=number(int), dest="warmup_iters", metavar="N", help=text)
+    add(
+        "--epochs",
+        type=positive_int,
+        dest="iters",
+        metavar="N",
+        help="alias of --iters: time N epochs, each of the same 10 batches",
+    )
+    add(
+        "--warmup-cycles",
+        type=number(int),
+        dest="warmup_iters",
+        metavar="N",
+        help="alias of --warmup-iters, in epochs",
+    )
     return parser.parse_args(argv)
 
 

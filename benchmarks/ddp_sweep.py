@@ -107,38 +107,82 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
     default = cli.PerDevice(CUDA_MODELS, CPU_MODELS)
-    names = "torchvision classifiers or package.module:function, separated by commas (default: "
-    names += "%(default)s)"
-    add("--models", "--model", type=list_of(str), default=default, metavar="NAME", help=names)
+    add(
+        "--models",
+        "--model",
+        type=list_of(str),
+        default=default,
+        metavar="NAME",
+        help="torchvision classifiers or package.module:function, separated by commas (default: "
+        "%(default)s)",
+    )
     one_of = parser.add_mutually_exclusive_group().add_argument
-    batch = "batch size per rank (default: 32 on CUDA, 8 on the CPU)"
-    one_of("--batch-size", type=positive_int, metavar="N", help=batch)
-    whole = "total batch size, divided evenly among the ranks (strong scaling)"
-    one_of("--global-batch", type=positive_int, metavar="N", help=whole)
-    pixels = "width and height of the images in pixels (default: %(default)s)"
+    one_of(
+        "--batch-size",
+        type=positive_int,
+        metavar="N",
+        help="batch size per rank (default: 32 on CUDA, 8 on the CPU)",
+    )
+    one_of(
+        "--global-batch",
+        type=positive_int,
+        metavar="N",
+        help="total batch size, divided evenly among the ranks (strong scaling)",
+    )
     default_px = cli.PerDevice(224, 64)
-    add("--image-size", type=positive_int, default=default_px, metavar="PX", help=pixels)
-    sizes = "numbers of ranks to measure; `nodes` means 1, 2, 3, ... whole nodes (default: 1, 2, "
-    sizes += "4, ... ranks of a node, then 1, 2, 4, ... nodes, then all ranks)"
-    add("--world-sizes", type=list_of(ranks_or_nodes), metavar="N", help=sizes)
-    cap = "bucket_cap_mb of DDP in MiB, or `default` for DDP's own buckets of 25 MiB, of which the "
-    cap += "first has 1 MiB (default: default)"
-    add("--bucket-size", type=list_of(bucket_size), default=[DEFAULT], metavar="MIB", help=cap)
-    hooks = f"DDP communication hooks: {', '.join(HOOKS)} (default: none, DDP's own all-reduce)"
-    add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
+    add(
+        "--image-size",
+        type=positive_int,
+        default=default_px,
+        metavar="PX",
+        help="width and height of the images in pixels (default: %(default)s)",
+    )
+    add(
+        "--world-sizes",
+        type=list_of(ranks_or_nodes),
+        metavar="N",
+        help="numbers of ranks to measure; `nodes` means 1, 2, 3, ... whole nodes (default: 1, "
+        "2, 4, ... ranks of a node, then 1, 2, 4, ... nodes, then all ranks)",
+    )
+    add(
+        "--bucket-size",
+        type=list_of(bucket_size),
+        default=[DEFAULT],
+        metavar="MIB",
+        help="bucket_cap_mb of DDP in MiB, or `default` for DDP's own buckets of 25 MiB, of "
+        "which the first has 1 MiB (default: default)",
+    )
+    add(
+        "--comm-hook",
+        type=list_of(str, tuple(HOOKS)),
+        default=["none"],
+        metavar="H",
+        help=f"DDP communication hooks: {', '.join(HOOKS)} (default: none, DDP's own all-reduce)",
+    )
     dtypes = list_of(str, (*PRECISION, "bf16"))
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=DTYPE_HELP)
     for option in DDP_OPTIONS:
-        passed = "passed to DistributedDataParallel"
-        add(f"--{option.replace('_', '-')}", action="store_true", help=passed)
-    batches = "batches per step; DDP averages the accumulated gradients once, after the last batch "
-    batches += "(default: 1)"
-    add("--accumulate", type=positive_int, default=1, metavar="K", help=batches)
-    interleave = "time all bucket sizes and hooks in alternating blocks, each with its own "
-    interleave += "replica, and report which is fastest; --max-seconds applies to each setting"
-    add("--interleave", action="store_true", help=interleave)
-    only = "time the step only: about 4 times as fast, but without efficiency"
-    add("--no-breakdown", action="store_true", help=only)
+        flag = f"--{option.replace('_', '-')}"
+        add(flag, action="store_true", help="passed to DistributedDataParallel")
+    add(
+        "--accumulate",
+        type=positive_int,
+        default=1,
+        metavar="K",
+        help="batches per step; DDP averages the accumulated gradients once, after the last "
+        "batch (default: 1)",
+    )
+    add(
+        "--interleave",
+        action="store_true",
+        help="time all bucket sizes and hooks in alternating blocks, each with its own replica, "
+        "and report which is fastest; --max-seconds applies to each setting",
+    )
+    add(
+        "--no-breakdown",
+        action="store_true",
+        help="time the step only: about 4 times as fast, but without efficiency",
+    )
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)
     cuda = cli.on_cuda(args.device)

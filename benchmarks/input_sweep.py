@@ -80,28 +80,66 @@ FROM_DEVICE = 0.9  # minimum share of bytes read from the device in a cold case
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
-    text = "folder with images in class folders, as ImageFolder reads it (default: generate images)"
-    add("--data", metavar="PATH", help=text)
-    text = "number of images to generate (default: 256)"
-    add("--samples", type=cli.number(int, CLASSES), default=256, metavar="N", help=text)
-    text = "worker processes per rank; 0 loads in the rank itself (default: 2)"
-    add("--workers", type=list_of(cli.number(int)), default=[2], metavar="N", help=text)
-    text = "read files from the page cache (warm) or from the device (cold) (default: both)"
+    add(
+        "--data",
+        metavar="PATH",
+        help="folder with images in class folders, as ImageFolder reads it (default: generate "
+        "images)",
+    )
+    add(
+        "--samples",
+        type=cli.number(int, CLASSES),
+        default=256,
+        metavar="N",
+        help="number of images to generate (default: 256)",
+    )
+    add(
+        "--workers",
+        type=list_of(cli.number(int)),
+        default=[2],
+        metavar="N",
+        help="worker processes per rank; 0 loads in the rank itself (default: 2)",
+    )
     caches = list_of(str, ("warm", "cold"))
-    add("--cache", type=caches, default=["warm", "cold"], metavar="C", help=text)
-    text = "batches that each worker prefetches (default: 2)"
-    add("--prefetch", type=list_of(positive_int), default=[2], metavar="N", help=text)
+    add(
+        "--cache",
+        type=caches,
+        default=["warm", "cold"],
+        metavar="C",
+        help="read files from the page cache (warm) or from the device (cold) (default: both)",
+    )
+    add(
+        "--prefetch",
+        type=list_of(positive_int),
+        default=[2],
+        metavar="N",
+        help="batches that each worker prefetches (default: 2)",
+    )
     methods = tuple(get_all_start_methods())
-    text = f"start method of worker processes: {', '.join(methods)} (default: forkserver)"
     start_methods = list_of(str, methods)
-    add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=text)
-    text = "torchvision model (default: %(default)s)"
+    add(
+        "--start-method",
+        type=start_methods,
+        default=["forkserver"],
+        metavar="M",
+        help=f"start method of worker processes: {', '.join(methods)} (default: forkserver)",
+    )
     default = cli.PerDevice("resnet50", "mobilenet_v3_small")
-    add("--model", default=default, metavar="NAME", help=text)
-    text = "batch size per rank (default: %(default)s)"
-    add("--batch-size", type=positive_int, default=cli.PerDevice(32, 8), metavar="N", help=text)
-    text = "width and height of images after the crop (default: %(default)s)"
-    add("--image-size", type=positive_int, default=cli.PerDevice(224, 64), metavar="PX", help=text)
+    add("--model", default=default, metavar="NAME", help="torchvision model (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=positive_int,
+        default=cli.PerDevice(32, 8),
+        metavar="N",
+        help="batch size per rank (default: %(default)s)",
+    )
+    add(
+        "--image-size",
+        type=positive_int,
+        default=cli.PerDevice(224, 64),
+        metavar="PX",
+        help="width and height of images after the crop (default: %(default)s)",
+    )
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
     import torchvision  # takes seconds to import, so not before the first lines of output

@@ -145,24 +145,56 @@ BELOW_LINKS = {"cpu": 8.0, "cuda": 4.0}
 def parse_args() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, positive = parser.add_argument, cli.positive_float
-    text = "time limit from the start of rank 0; cases beyond it are skipped (default: 60)"
-    add("--budget", type=positive, default=60.0, metavar="SECONDS", help=text)
-    text = "slow: exit with status 1 if anything is slow or wrong; wrong: only if it is wrong "
-    text += "(default: slow)"
-    add("--fail-on", choices=("slow", "wrong"), default="slow", help=text)
-    text = "robust standard deviations above the median that count as slow (default: 5)"
-    add("--sigmas", type=positive, default=SIGMAS, metavar="S", help=text)
-    text = "minimum slowdown to report, as a fraction of the median time (default: 0.1; on the CPU "
-    text += "0.4 for a rank alone, 2 for links and for all ranks together)"
-    add("--margin", type=positive, metavar="FRACTION", help=text)
-    text = "minimum TFLOP/s of each rank's matrix product, in bf16 on CUDA, in fp32 on the CPU"
-    add("--min-tflops", type=positive, default=0, metavar="T", help=text)
-    text = "minimum busbw of all_reduce within each node, 256 MiB on CUDA, 1 MiB on the CPU"
-    add("--min-busbw", type=positive, default=0, metavar="GB/S", help=text)
+    add(
+        "--budget",
+        type=positive,
+        default=60.0,
+        metavar="SECONDS",
+        help="time limit from the start of rank 0; cases beyond it are skipped (default: 60)",
+    )
+    add(
+        "--fail-on",
+        choices=("slow", "wrong"),
+        default="slow",
+        help="slow: exit with status 1 if anything is slow or wrong; wrong: only if it is wrong "
+        "(default: slow)",
+    )
+    add(
+        "--sigmas",
+        type=positive,
+        default=SIGMAS,
+        metavar="S",
+        help="robust standard deviations above the median that count as slow (default: 5)",
+    )
+    add(
+        "--margin",
+        type=positive,
+        metavar="FRACTION",
+        help="minimum slowdown to report, as a fraction of the median time (default: 0.1; on the "
+        "CPU 0.4 for a rank alone, 2 for links and for all ranks together)",
+    )
+    add(
+        "--min-tflops",
+        type=positive,
+        default=0,
+        metavar="T",
+        help="minimum TFLOP/s of each rank's matrix product, in bf16 on CUDA, in fp32 on the CPU",
+    )
+    add(
+        "--min-busbw",
+        type=positive,
+        default=0,
+        metavar="GB/S",
+        help="minimum busbw of all_reduce within each node, 256 MiB on CUDA, 1 MiB on the CPU",
+    )
     add("--gpus", type=cli.positive_int, metavar="N", help="minimum number of GPUs on each node")
-    text = "write the hosts that are not fit, for sbatch --exclude; only with status 0 or 1"
     path = cli.checked(str, bool, "a file to write", "e.g. bad.txt")
-    add("--exclude-file", type=path, metavar="PATH", help=text)
+    add(
+        "--exclude-file",
+        type=path,
+        metavar="PATH",
+        help="write the hosts that are not fit, for sbatch --exclude; only with status 0 or 1",
+    )
     cli.add_common_flags(parser, min_iters=6, max_seconds=6, timeout=60)
     return parser.parse_args()
 

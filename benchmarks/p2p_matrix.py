@@ -89,17 +89,40 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     size = cli.positive_size
-    text = "message size for bandwidth (default: 4M; 256M on CUDA)"
-    add("--size", type=size, metavar="SIZE", help=text)
-    text = "message size for latency (default: 8)"
-    add("--latency-size", type=size, default=8, metavar="SIZE", help=text)
-    text = "messages per sample, and ping-pongs (default: as many messages as take 50 ms)"
-    add("-n", "--calls", type=cli.positive_int, metavar="N", help=text)
-    text = "measure links between ranks or between nodes (default: rank)"
-    add("--by", choices=("rank", "node"), default="rank", help=text)
+    add(
+        "--size",
+        type=size,
+        metavar="SIZE",
+        help="message size for bandwidth (default: 4M; 256M on CUDA)",
+    )
+    add(
+        "--latency-size",
+        type=size,
+        default=8,
+        metavar="SIZE",
+        help="message size for latency (default: 8)",
+    )
+    add(
+        "-n",
+        "--calls",
+        type=cli.positive_int,
+        metavar="N",
+        help="messages per sample, and ping-pongs (default: as many messages as take 50 ms)",
+    )
+    add(
+        "--by",
+        choices=("rank", "node"),
+        default="rank",
+        help="measure links between ranks or between nodes (default: rank)",
+    )
     add("--serial", action="store_true", help="measure one pair at a time")
-    text = "robust standard deviations above the median that count as slow (default: 5)"
-    add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help=text)
+    add(
+        "--sigmas",
+        type=cli.positive_float,
+        default=SIGMAS,
+        metavar="S",
+        help="robust standard deviations above the median that count as slow (default: 5)",
+    )
     plot = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
     add("--plot", type=plot, metavar="PATH", help=f"draw heat maps: {PLOT}; requires matplotlib")
     cli.add_common_flags(parser, min_iters=6, max_seconds=2)

@@ -112,16 +112,29 @@ PEAKS: dict[str, tuple[float, float]] = {
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    meshes = "meshes to measure (default with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)"
-    add("--mesh", type=cli.list_of(parse_mesh), help=meshes)
+    add(
+        "--mesh",
+        type=cli.list_of(parse_mesh),
+        help="meshes to measure (default with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)",
+    )
     models = cli.PerDevice("decoder-124m", "decoder-nano")
-    decoder = "transformer to train (default: %(default)s)"
-    add("--model", choices=list(DECODERS), default=models, help=decoder)
-    dtype = "dtype of weights, gradients and optimizer state (default: %(default)s)"
-    add("--dtype", choices=list(DTYPES), default="fp32", help=dtype)
+    add(
+        "--model",
+        choices=list(DECODERS),
+        default=models,
+        help="transformer to train (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=list(DTYPES),
+        default="fp32",
+        help="dtype of weights, gradients and optimizer state (default: %(default)s)",
+    )
     number = partial(add, type=cli.positive_int, metavar="N")
-    batch = "sequences per step over all ranks (default: 8 per rank, 4 on the CPU)"
-    number("--global-batch", help=batch)
+    number(
+        "--global-batch",
+        help="sequences per step over all ranks (default: 8 per rank, 4 on the CPU)",
+    )
     number("--sequence-length", help="tokens per sequence (default: the model's)")
     number("--microbatches", help="microbatches of a pipeline (default: 2 per pipeline rank)")
     add("--no-breakdown", action="store_true", help="time the steps only, without twins")

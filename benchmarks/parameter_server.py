@@ -146,29 +146,57 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, GONE)
     add = parser.add_argument
     routes = list_of(lambda name: name.removesuffix("_hook"), ROUTES)  # PyTorch's names
-    text = f"how buckets are averaged: {', '.join(ROUTES)} (default: all)"
-    add("--routes", "--ddp-hook", type=routes, default=[*ROUTES], metavar="NAME", help=text)
+    add(
+        "--routes",
+        "--ddp-hook",
+        type=routes,
+        default=[*ROUTES],
+        metavar="NAME",
+        help=f"how buckets are averaged: {', '.join(ROUTES)} (default: all)",
+    )
     servers = list_of(lambda name: PYTORCH_SERVERS.get(name, name), SERVERS)
-    text = """list of running, batch (default: both). PyTorch's names are accepted, too:
-        AverageParameterServer for running, AverageBatchParameterServer for batch"""
-    add("--servers", "--server", type=servers, default="all", metavar="NAME", help=text)
+    add(
+        "--servers",
+        "--server",
+        type=servers,
+        default="all",
+        metavar="NAME",
+        help="list of running, batch (default: both). PyTorch's names are accepted, too: "
+        "AverageParameterServer for running, AverageBatchParameterServer for batch",
+    )
     placements = list_of(str, PLACEMENTS)
-    text = """buckets: buckets are distributed over the servers, and each server averages over all
-        trainers; grouped: trainers are distributed over the servers, and each server averages all
-        buckets of its trainers (default: buckets)"""
-    add("--placement", type=placements, default=["buckets"], metavar="NAME", help=text)
-    text = """transfer between trainers and servers that are both on CUDA: from GPU to GPU by device
-        maps (cuda), or through copies on the CPU (cpu) (default: cuda)"""
-    add("--wire", choices=("cpu", "cuda"), default="cuda", help=text)
+    add(
+        "--placement",
+        type=placements,
+        default=["buckets"],
+        metavar="NAME",
+        help="buckets: buckets are distributed over the servers, and each server averages over "
+        "all trainers; grouped: trainers are distributed over the servers, and each server "
+        "averages all buckets of its trainers (default: buckets)",
+    )
+    add(
+        "--wire",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="transfer between trainers and servers that are both on CUDA: from GPU to GPU by "
+        "device maps (cuda), or through copies on the CPU (cpu) (default: cuda)",
+    )
     for name, text in ROLES.items():
         add(f"--{name}", type=number(int), default=0, metavar="N", help=text)
     for name, (kind, default, text) in SETTINGS.items():
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
         add(flag, type=kind, default=default, metavar="N", help=text)
-    text = "use dense gradients for the embedding (EmbeddingBag with sparse=False)"
-    add("--dense-embedding", action="store_true", help=text)
-    text = "time exactly N epochs; --iters counts steps instead"
-    add("--epochs", type=COUNT, metavar="N", help=text)
+    add(
+        "--dense-embedding",
+        action="store_true",
+        help="use dense gradients for the embedding (EmbeddingBag with sparse=False)",
+    )
+    add(
+        "--epochs",
+        type=COUNT,
+        metavar="N",
+        help="time exactly N epochs; --iters counts steps instead",
+    )
     add_rpc_flags(parser, stragglers=True)
     multi = "multi (an alias of nccl; with both, hybrid uses gloo for sparse buckets)"
     add_common_flags(parser, backends=f"gloo, nccl, {multi}, ucc, mpi")

@@ -105,10 +105,18 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     folder = cli.checked(str, bool, "a folder of recordings", "e.g. trace/")
     add("trace", type=folder, metavar="FOLDER", help="folder with one recording per rank")
-    text = "replay only these groups, e.g. dp for mesh_dp (default: all)"
-    add("--only", type=cli.list_of(str), default=[], metavar="GROUP", help=text)
-    text = "replay back to back only, e.g. if the recording covers minutes"
-    add("--no-gaps", action="store_true", help=text)
+    add(
+        "--only",
+        type=cli.list_of(str),
+        default=[],
+        metavar="GROUP",
+        help="replay only these groups, e.g. dp for mesh_dp (default: all)",
+    )
+    add(
+        "--no-gaps",
+        action="store_true",
+        help="replay back to back only, e.g. if the recording covers minutes",
+    )
     cli.add_common_flags(parser, min_iters=12, max_seconds=10)
     return parser.parse_args()
 

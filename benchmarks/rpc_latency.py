@@ -80,13 +80,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     kinds = list_of(str, OPERATIONS)
-    text = f"operations to measure: {', '.join(OPERATIONS)} (default: all)"
-    add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=text)
-    text = "payload sizes (default: 4,4K,64K,1M,64M)"
-    add("--sizes", type=list_of(size), default=SIZES, metavar="BYTES", help=text)
-    text = """number of concurrent calls of rpc_async; fewer if they would exceed 64M in flight per
-        caller (default: 8)"""
-    add("--in-flight", type=positive_int, default=8, metavar="N", help=text)
+    add(
+        "--ops",
+        type=kinds,
+        default=list(OPERATIONS),
+        metavar="OP",
+        help=f"operations to measure: {', '.join(OPERATIONS)} (default: all)",
+    )
+    add(
+        "--sizes",
+        type=list_of(size),
+        default=SIZES,
+        metavar="BYTES",
+        help="payload sizes (default: 4,4K,64K,1M,64M)",
+    )
+    add(
+        "--in-flight",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="number of concurrent calls of rpc_async; fewer if they would exceed 64M in flight "
+        "per caller (default: 8)",
+    )
     add_rpc_flags(parser, server_device="auto")
     add_common_flags(parser, min_iters=6, max_seconds=1.0)
     parser.set_defaults(backend="gloo")  # for barriers only: the timed calls use RPC

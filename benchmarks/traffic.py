@@ -100,20 +100,36 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     whole = partial(add, type=cli.positive_int, metavar="N")
     whole("--ranks", required=True, help="world size of the simulated job, e.g. 1024")
-    text = "meshes in the syntax of parallel_sweep.py (default: dp over all ranks)"
-    add("--mesh", type=cli.list_of(parse_mesh), help=text)
-    text = "ranks to simulate, e.g. one per pipeline stage (default: 0)"
-    add("--rank", type=cli.list_of(cli.number(int, 0)), default=[0], metavar="N,...", help=text)
+    add(
+        "--mesh",
+        type=cli.list_of(parse_mesh),
+        help="meshes in the syntax of parallel_sweep.py (default: dp over all ranks)",
+    )
+    add(
+        "--rank",
+        type=cli.list_of(cli.number(int, 0)),
+        default=[0],
+        metavar="N,...",
+        help="ranks to simulate, e.g. one per pipeline stage (default: 0)",
+    )
     whole("--gpus-per-node", default=8, help="number of consecutive ranks per node (default: 8)")
     add("--model", choices=list(DECODERS), default="decoder-7b", help="(default: decoder-7b)")
     add("--dtype", choices=list(DTYPES), default="bf16", help="dtype of weights (default: bf16)")
     whole("--global-batch", help="sequences per step, over all ranks (default: 2 per rank)")
     whole("--sequence-length", help="tokens per sequence (default: that of the model)")
     whole("--microbatches", help="microbatches of a pipeline (default: 2 per stage)")
-    text = "reports of collectives.py, from which to compute how long the collectives take"
-    add("--measured", nargs="+", default=[], metavar="REPORT", help=text)
-    text = "report of parallel_sweep.py with the same meshes, to compare the computed times with"
-    add("--against", metavar="REPORT", help=text)
+    add(
+        "--measured",
+        nargs="+",
+        default=[],
+        metavar="REPORT",
+        help="reports of collectives.py, from which to compute how long the collectives take",
+    )
+    add(
+        "--against",
+        metavar="REPORT",
+        help="report of parallel_sweep.py with the same meshes, to compare the computed times with",
+    )
     add("--wide", action="store_true", help="print all columns, also on a terminal")
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
