@@ -39,6 +39,8 @@ cannot be compared; otherwise 0. docs/compare.md derives the numbers. BSD-3-Clau
 
 import argparse
 import gc
+import html
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -91,8 +93,9 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     )
     fail_on = list_of(str, FAILURES)
     parser.add_argument("--fail-on", type=fail_on, default=[], metavar="VERDICT", help=fail)
-    form = "print a table, or a JSON document with the same numbers (default: table)"
-    parser.add_argument("--format", choices=("table", "json"), default="table", help=form)
+    form = "print a table, Markdown for a pull request, or JSON with all digits (default: table)"
+    forms = ("table", "markdown", "json")
+    parser.add_argument("--format", choices=forms, default="table", help=form)
 
 
 def add_side_flags(parser: argparse.ArgumentParser) -> None:
@@ -151,14 +154,48 @@ def show(
     if comparison.mean:
         rule = table[1]
         table.insert(-1, rule)  # above the mean
-    notes = notes_of(comparison, is_like_with_like)
-    if fail_on:
-        outcome, why = outcome_of(comparison, fail_on)
-        reason = f" ({why})" if why else ""
-        notes.append(f"--fail-on {','.join(fail_on)}: {outcome}{reason}")
     heads = [f"# {clean(line, 500)}" for line in lines_above(comparison)]
+    notes = [*notes_of(comparison, is_like_with_like), *gate_lines(comparison, fail_on)]
     ends = [f"# {clean(line, 500)}" for line in notes]
     return "\n".join([*heads, "", *table, "", *ends])
+
+
+def gate_lines(comparison: Comparison, fail_on: Sequence[str]) -> list[str]:
+    """`--fail-on slower: failed (2 slower)`; nothing without --fail-on."""
+    if not fail_on:
+        return []
+    outcome, why = outcome_of(comparison, fail_on)
+    return [f"--fail-on {','.join(fail_on)}: {outcome}{f' ({why})' if why else ''}"]
+
+
+def as_markdown(
+    comparison: Comparison, fail_on: Sequence[str] = (), is_like_with_like: bool = False
+) -> str:
+    """The same as Markdown, for a comment on a pull request: gate and verdicts, table, lines."""
+    header, rows = table_of(comparison, is_like_with_like)
+    headline, *notes = notes_of(comparison, is_like_with_like)
+    gate = [f"**{in_markdown(line)}**" for line in gate_lines(comparison, fail_on)]
+    first, *others = lines_above(comparison)
+    return "\n".join(
+        [
+            *gate,
+            *([""] if gate else []),
+            f"**{in_markdown(headline)}**",
+            "",
+            "| " + " | ".join(map(in_markdown, header)) + " |",
+            "| --- | --: | --: | --- | --- | --- |",
+            *("| " + " | ".join(map(in_markdown, row)) + " |" for row in rows),
+            "",
+            *(f"- {in_markdown(line)}" for line in (*notes, first, *others)),
+        ]
+    )
+
+
+def in_markdown(text: str) -> str:
+    """A text without any meaning in Markdown or HTML, and without mentions of users: names in
+    reports may come from anywhere."""
+    escaped = re.sub(r"[\\`*_{}\[\]#|~!$]", r"\\\g<0>", html.escape(clean(text, 500), quote=False))
+    return escaped.replace("@", "@<!-- -->")
 
 
 def table_of(
@@ -343,6 +380,8 @@ def format_comparison(
     """Format a comparison. name: the value of --format. sides: the names in a JSON document."""
     if name == "table":
         return show(comparison, fail_on, is_like_with_like)
+    if name == "markdown":
+        return as_markdown(comparison, fail_on, is_like_with_like)
     gate = None
     if fail_on:
         outcome, why = outcome_of(comparison, fail_on)

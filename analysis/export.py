@@ -11,6 +11,7 @@
 
     python analysis/export.py report.jsonl --to csv > report.csv
     python analysis/export.py report.jsonl --to gha --metric step_s > output.json
+    python analysis/export.py run_*.log --step 'took ([\\d.]+) ms' --to csv > steps.csv
 
 With gha, there is one value per case and metric, from the newest run. BSD-3-Clause.
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from analysis.logs import step_logs
 from analysis.runs.load import find, load, numbers
 from analysis.show import canonical, one_line, put, unit_of
 from harness import report
@@ -127,12 +129,15 @@ def main() -> int:
     add("--to", required=True, choices=(*FORMATS, "pytorch"), help="output format")
     metric = "comma-separated metrics to export (default: all)"
     add("--metric", type=list_of(str), metavar="NAME", help=metric)
+    step_logs.add_step_flags(parser, "the files, which are logs of any program")
     args = parser.parse_args()
     with one_line(args.reports):
+        steps = step_logs.steps_of(args, {"--to pytorch": args.to == "pytorch"})
         if args.to == "pytorch":
             text = to_pytorch(find(args.reports))
         else:
-            rows = chosen(numbers(load(args.reports)), args.metric)
+            runs = step_logs.load_logs(args.reports, steps) if steps else load(args.reports)
+            rows = chosen(numbers(runs), args.metric)
             text = FORMATS[args.to](rows)
     put(text.rstrip("\n"))
     return 0

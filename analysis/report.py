@@ -21,12 +21,12 @@ interval.
     python analysis/report.py report.jsonl -o report.html
     python analysis/report.py OUT-OF-AB -o report.html
     python analysis/report.py base/ --test test/ -o report.html
+    python analysis/report.py report.jsonl --figure samples/s -o scaling.png
 
 The contents of a report are escaped: they are shown as text and never executed. BSD-3-Clause.
 """
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -39,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
 from analysis.compare import add_design_flags, add_side_flags
+from analysis.logs.step_logs import ENDINGS as LOG_ENDINGS
+from analysis.logs.step_logs import Steps, add_step_flags, load_logs, steps_of
 from analysis.pages.page import Section, Table, as_page, hide_folders, name_reports
 from analysis.pages.versus import compare_folder, compare_sides, is_folder, read_folder
 from analysis.runs.differences import (
@@ -48,6 +50,7 @@ from analysis.runs.differences import (
 )
 from analysis.runs.evidence import by_reason, is_disturbed, load_text, unusable
 from analysis.runs.load import (
+    ENDINGS,
     Row,
     Run,
     Value,
@@ -57,9 +60,10 @@ from analysis.runs.load import (
     number_of,
     rows_of,
     values_of,
+    with_step_time,
 )
-from common.stats import Estimate, digits_of, median, significant
-from harness.cli import Parser, cut, refuse, refuse_foreign, show_size
+from common.stats import Estimate, digits_of, significant
+from harness.cli import GENERATOR, Parser, cut, refuse, refuse_foreign, show_size
 from harness.report import describe_runs
 
 if TYPE_CHECKING:
@@ -69,6 +73,7 @@ FRACTIONS = (
     *("_rel", "efficiency", "overlap", "mfu", "spread"),
     *("cost", "share", "_idle", "_idle_theory"),
 )
+PICTURES = (".png", ".svg", ".pdf")
 DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # metrics in the last columns
 SPREAD = 1000  # if the numbers of a column differ by a larger factor, each cell has its own unit
 NOTHING = argparse.Namespace(  # the flags of a page without --test
@@ -115,10 +120,11 @@ def summary(runs: Sequence[Run]) -> Section:
 def title_of(runs: Sequence[Run]) -> str:
     """`ddp_sweep on H100 (2 ranks), 2026-01-01`: the benchmarks, the machines and the days."""
     benchmarks = names_or_count((run.benchmark for run in runs), "benchmarks")
-    machines = names_or_count((machine_of(run) for run in runs), "machines")
+    known = [machine for run in runs if (machine := machine_of(run))]
+    machines = f" on {names_or_count(known, 'machines')}" if known else ""
     days = sorted({run.started_at[:10] for run in runs if run.started_at})
     when = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
-    return ", ".join(part for part in (f"{benchmarks} on {machines}", when) if part)
+    return ", ".join(part for part in (f"{benchmarks}{machines}", when) if part)
 
 
 def names_or_count(names: Iterable[str], noun: str) -> str:
@@ -131,7 +137,7 @@ def names_or_count(names: Iterable[str], noun: str) -> str:
 def machine_of(run: Run) -> str:
     described = describe_environment(run)
     hosts, devices = described.get("hosts"), described.get("devices")
-    return " with ".join(part for part in (hosts, devices) if part) or "an unknown machine"
+    return " with ".join(part for part in (hosts, devices) if part)
 
 
 def where(run: Run) -> str:
@@ -146,7 +152,7 @@ def environment(runs: Sequence[Run]) -> Section:
     """The environments of the reports. A field has one row for each of its values."""
     columns = []
     for run in runs:
-        command = " ".join(map(str, run.argv))
+        command = " ".join(map(str, run.argv)) or "-"
         columns.append({"command": command} | describe_environment(run))
     names = dict.fromkeys(name for column in columns for name in column)
     names.pop("topologies", None)  # a page of text per node
@@ -188,18 +194,6 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         for line in run.environment.get("differences") or []:
             lines.append(f"Nodes differ, {run.label}: {line}")
     return lines
-
-
-def time_of_step(row: Row) -> dict[str, Any]:
-    """The median of a case's step with its interval, unless the metrics already contain it."""
-    step = row.measure.replace(" ", "_")
-    has_name = any(name.startswith(step) for name in row.metrics)
-    if not len(row.times_s) or has_name:
-        return {}
-    time = median(row.times_s)
-    numbers = [number_of(value) for value in row.metrics.values()]
-    has_value = any(math.isclose(x, time.value) for x in numbers if x is not None)
-    return {} if has_value else {f"{step}_s": time}
 
 
 def benchmark(runs: Sequence[Run]) -> Section:
@@ -301,23 +295,27 @@ def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
 
 
 def sections_of(
-    paths: Sequence[str], given: argparse.Namespace = NOTHING
+    paths: Sequence[str], given: argparse.Namespace = NOTHING, steps: Steps | None = None
 ) -> tuple[str, list[Section]]:
     """The title of a page about these reports, and its sections. Comparisons come first.
 
-    given: flags of the comparison; `given.test` are the reports of the other side.
+    given: flags of the comparison; `given.test` are the reports of the other side. steps: where to
+    find step times, if the files are logs.
     """
-    folders = [] if given.test else [read_folder(word) for word in paths if is_folder(word)]
-    words = [word for word in paths if given.test or not is_folder(word)]
+    folders = (
+        [] if given.test or steps else [read_folder(word) for word in paths if is_folder(word)]
+    )
+    words = [word for word in paths if given.test or steps or not is_folder(word)]
     words += [path for folder in folders for path in folder.reports()]
     if not words:
         raise ValueError(f"there are no reports in {paths[0]} yet")
-    runs = load([*words, *given.test], given.measure)
+    words = [*words, *given.test]
+    runs = load_logs(words, steps) if steps else load(words, given.measure)
     names = [f"{folder.path}/{name}" for folder in folders for name in folder.commands]
     texts = [text for folder in folders for text in folder.commands.values()]
     name_reports(runs)
     commands = hide_folders(runs, dict(zip(names, texts, strict=True)))
-    first = [compare_sides(paths, given, runs)] if given.test else []
+    first = [compare_sides(paths, given, runs, endings_of(steps))] if given.test else []
     for folder in folders:
         shown = {name: commands[f"{folder.path}/{name}"] for name in folder.commands}
         try:
@@ -326,7 +324,7 @@ def sections_of(
             why = f"The commands cannot be compared: {error}"
             first.append(Section(folder.path.name, [], warnings=[why]))
     for row in rows_of(runs):
-        row.metrics = time_of_step(row) | row.metrics
+        row.metrics = with_step_time(row)
     middle = [benchmark(same) for same in by_benchmark(runs).values()]
     singles = [summary(runs), *middle]
     for section in singles if first else ():
@@ -338,13 +336,37 @@ def sections_of(
     return title, [*first, *singles, environment(runs)]
 
 
+def endings_of(steps: Steps | None) -> Sequence[str]:
+    """The suffixes of the files to read from a folder."""
+    return LOG_ENDINGS if steps else ENDINGS
+
+
+def save_figure(sections: Sequence[Section], name: str, path: str) -> None:
+    """Draw one figure of the page. name: its caption, or a part of it that no other one has."""
+    figures = [figure for section in sections for figure in section.figures()]
+    captions = [str(figure.get_label()) for figure in figures]
+    found = [i for i, caption in enumerate(captions) if caption.lower() == name.lower()]
+    found = found or [i for i, caption in enumerate(captions) if name.lower() in caption.lower()]
+    if len(found) != 1:
+        known = ", ".join(map(repr, captions)) or "none"
+        raise ValueError(f"--figure: expected one of the figures {known}, got {name!r}")
+    writer = (
+        "Software" if path.lower().endswith(".png") else "Creator"
+    )  # metadata key of the format
+    form: Any = {"metadata": {writer: GENERATOR}, "bbox_inches": "tight", "dpi": 200}
+    figures[found[0]].savefig(path, **form)
+
+
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     reports = "reports, folders of reports or of ab.py, or patterns; with --test, these are BASE"
     add("reports", nargs="+", metavar="REPORT", help=reports)
-    add("-o", "--output", metavar="PAGE.html", help="path of the page")
+    add("-o", "--output", metavar="PAGE.html", help="path of the page, or of the picture")
+    figure = "write only this figure of the page, named by its caption or a part of it, to -o x.png"
+    add("--figure", metavar="NAME", help=f"{figure}, .svg or .pdf")
     add_side_flags(parser)
+    add_step_flags(parser, "the files, which are logs of any program")
     add_design_flags(parser)
     parser.set_defaults(margin=None)  # folders of ab.py have their own margin
     args = parser.parse_args()
@@ -364,13 +386,21 @@ def main() -> int:
     args = parse_args()
     paths = [*args.reports, *args.test]
     with show.one_line(paths):
-        if not args.output.lower().endswith(".html"):
-            raise ValueError(f"expected a file that ends in .html, got {args.output!r}")
-        if os.path.realpath(args.output) in map(os.path.realpath, find(paths)):
+        steps = steps_of(args, {"--measure": args.measure, "--interleaved": args.interleaved})
+        endings = PICTURES if args.figure else (".html",)
+        if not args.output.lower().endswith(endings):
+            what = f"expected a file that ends in {' or '.join(endings)}, got {args.output!r}"
+            hint = "; a picture requires --figure NAME" if args.output.endswith(PICTURES) else ""
+            raise ValueError(what + hint)
+        inputs = find(paths, endings_of(steps))
+        if os.path.realpath(args.output) in map(os.path.realpath, inputs):
             raise ValueError(f"{args.output} is one of the reports, which it would overwrite")
         refuse_foreign(args.output)
-        page = as_page(*sections_of(args.reports, args))
-        Path(args.output).write_text(page, encoding="utf-8")
+        title, sections = sections_of(args.reports, args, steps)
+        if args.figure:
+            save_figure(sections, args.figure, args.output)
+        else:
+            Path(args.output).write_text(as_page(title, sections), encoding="utf-8")
     return 0
 
 

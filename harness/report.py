@@ -343,7 +343,8 @@ def load(
                     if (schema := content.get("schema")) != SCHEMA:
                         raise ValueError(f"expected schema {SCHEMA}, got {shown(schema)[:60]}")
                     header = {name: content[name] for name in HEADER if name in content}
-                    report = Report(**header, path=path)
+                    # without them, Report would have those of the program that reads
+                    report = Report(**{"argv": [], "started_at": ""} | header, path=path)
                 elif "schema" in content:
                     raise ValueError("another report starts here; each report needs its own file")
                 elif "status" in content:

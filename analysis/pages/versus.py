@@ -248,8 +248,11 @@ def unfinished_rounds(rounds: dict[str, int], common: int) -> list[str]:
     return [f"{', '.join(more)} has no partner: its round was not finished."] if more else []
 
 
-def compare_sides(base: Sequence[str], given: argparse.Namespace, runs: Sequence[Run]) -> Section:
-    """The comparison that compare.py prints. given: its flags; the margin may be None.
+def compare_sides(
+    base: Sequence[str], given: argparse.Namespace, runs: Sequence[Run], endings: Sequence[str]
+) -> Section:
+    """The comparison that compare.py prints. given: its flags; the margin may be None. endings:
+    suffixes of the files to read from a folder.
 
     Raises ValueError if no case is on both sides.
     """
@@ -257,7 +260,7 @@ def compare_sides(base: Sequence[str], given: argparse.Namespace, runs: Sequence
     flags = argparse.Namespace(**vars(given) | {"base": base, "margin": margin})
     chosen = copies(runs)
     arrange(chosen, given.ignore_key, join_foreign=True)
-    comparison = two_sides(flags, chosen)
+    comparison = two_sides(flags, chosen, endings)
     commands = []
     for side in (comparison.base, comparison.test):
         commands.append(show.join_distinct(command_of(run) for run in side))

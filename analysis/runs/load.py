@@ -489,7 +489,7 @@ def frame(runs: Sequence[Run]) -> "pd.DataFrame":
     for run in runs:
         for row in run.rows.values():
             values: dict[str, Any] = {}
-            for name, value in values_of(row.metrics).items():
+            for name, value in values_of(with_step_time(row)).items():
                 values[name] = value
                 if isinstance(value, Estimate):
                     ends = {f"{name}_low": value.low, f"{name}_high": value.high}
@@ -504,7 +504,7 @@ def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         for case in run.rows.values():
-            for name, value in values_of({} if case.failed else case.metrics).items():
+            for name, value in values_of({} if case.failed else with_step_time(case)).items():
                 if not isinstance(value, str):
                     number = value if isinstance(value, Estimate) else Estimate(value)
                     values = {"metric": name} | vars(number)
@@ -512,10 +512,24 @@ def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
+def with_step_time(row: Row) -> dict[str, Any]:
+    """The metrics of a case, with the median of its step and the interval if none of them has it,
+    as in the report of one's own training loop."""
+    step = row.measure.replace(" ", "_")
+    if row.failed or not len(row.times_s) or any(name.startswith(step) for name in row.metrics):
+        return row.metrics
+    time = median(row.times_s)
+    numbers = [number_of(value) for value in row.metrics.values()]
+    has_value = any(math.isclose(x, time.value) for x in numbers if x is not None)
+    return row.metrics if has_value else {f"{step}_s": time} | row.metrics
+
+
 def values_of(metrics: dict[str, Any]) -> dict[str, Value]:
     """The numbers, estimates and texts of a case, without lists and objects."""
     shown = {}
     for name, value in metrics.items():
+        if name == LAST_DIGIT:  # it is in the interval of a comparison
+            continue
         if isinstance(value, str) or number_of(value) is not None:
             shown[name] = value
     return shown

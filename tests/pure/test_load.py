@@ -34,7 +34,8 @@ def test_a_row_for_each_case(tmp_path: Path) -> None:
 
 def test_intervals_are_columns(tmp_path: Path) -> None:
     metrics = {"step_s": estimate(0.2, 0.1, 0.3), "rows": [1], "note": "warm"}
-    path = write(tmp_path / "a.jsonl", case("x", metrics=metrics), case("y", metrics={"n": 3}))
+    other = case("y", metrics={"n": 3}, samples_s={}, rounds=[])
+    path = write(tmp_path / "a.jsonl", case("x", metrics=metrics), other)
     table = frame(load([path]))
     names = ["step_s", "step_s_low", "step_s_high", "note"]
     assert table.loc[0, names].tolist() == [0.2, 0.1, 0.3, "warm"]
