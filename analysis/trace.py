@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Where does the time of a training step go? Analyzes the Kineto traces of torch.profiler.
 
-    python analysis/trace.py traces/CASE-rank*.json.gz
+    python analysis/trace.py traces
     python analysis/trace.py profile_traces/iteration_10 -o step.png
     python analysis/trace.py profile_traces/iteration_10 --against collectives.jsonl
 
@@ -15,7 +15,8 @@ both           communication and computing run concurrently
 idle           neither runs: the GPU copies memory or waits for the host, or Python code runs
 
 Traces of several ranks also show which ranks the other ranks wait for, and how fast the collectives
-are without this waiting time. See docs/profile.md.
+are without this waiting time. Cases that --profile has traced are reported one by one. See
+docs/profile.md.
 """
 
 import re

@@ -64,7 +64,16 @@ from common.timing import Step, Workload
 from harness.benchmark import Benchmark, Key, Planned
 from harness.environment import count_of
 from harness.report import Case
-from harness.traces import OPERATORS, Range, as_number, events_of, find_steps, is_step, rank_in_name
+from harness.traces import (
+    LAUNCHES,
+    OPERATORS,
+    Range,
+    as_number,
+    events_of,
+    find_steps,
+    is_step,
+    rank_in_name,
+)
 
 UNEVEN = "parts differ in size, and only the sum is recorded"
 LATE = 0.05  # share of the job's step: longer waits for late ranks are named
@@ -457,7 +466,7 @@ def work_of(events: list[dict[str, Any]]) -> list[float]:
         correlation, category = (event.get("args") or {}).get("correlation"), event.get("cat")
         if category == "kernel":
             kernels.append((correlation, event["ts"]))
-        elif category in ("cuda_runtime", "cuda_driver"):
+        elif str(category).startswith(LAUNCHES):
             launched[correlation] = event["ts"]
         elif event["name"].startswith((*OPERATORS, "gloo:")):
             operators.append(event["ts"])

@@ -82,14 +82,18 @@ def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
                 if one.collective:
                     key = (one.collective.group, one.collective.ranks)
                     found[key][rank].append(Call(step.name, one))
-    of_job = [group for trace in traces.values() for group in trace.groups if len(group) > 1]
-    have_all = all(traces.keys() <= set(group) for group in set(of_job))
-    sizes = {len(group) for group in of_job}
+    own = [[group for group in trace.groups if len(group) > 1] for trace in traces.values()]
+    # If all groups of one rank contain all traced ranks, so do the calls of that rank. Other ranks
+    # may have made calls of other groups as well: `match` requires equal numbers.
+    sure = [of_rank for of_rank in own if all(traces.keys() <= set(group) for group in of_rank)]
+    have_all = bool(sure)
     groups = []
     for (name, ranks), calls in sorted(found.items()):
         names = [{step.name for step in traces[rank].steps} for rank in calls]
         steps = len(set.intersection(*names)) or min(map(len, names))
         known = {call.about.group_size for of_rank in calls.values() for call in of_rank} - {None}
+        even = len({len(of_rank) for of_rank in calls.values()}) == 1
+        sizes = {len(group) for of_rank in (sure if sure and even else own) for group in of_rank}
         if not known and len(sizes) == 1 and not ranks:
             known = {*sizes}
         size = known.pop() if len(known) == 1 else None

@@ -25,7 +25,9 @@ from analysis.traces.collective import (
 from harness import files
 from harness.cli import cut
 from harness.traces import (
+    LAUNCHES,
     MARK,
+    NEAR_US,
     OPERATORS,
     RANGES,
     Range,
@@ -59,7 +61,6 @@ OF_CUDA = {
     "cuda_profiler_range",
     "gpu_user_annotation",
 }
-NEAR_US = 1e-2  # rounding of times
 OVERRUN_US = 1e3  # an event is cut if it runs past the next one on its stream by more than this
 OVERRUN = 10  # and by more than this times the median of its kernel; in healthy traces: 3.7 us
 TICK = 2000  # events between two updates of the progress bar
@@ -213,7 +214,7 @@ class Events:
             return
         if category in ("cpu_op", "cuda_runtime"):
             self.processes.add(event.get("pid"))
-        if category.startswith(("cuda_", "xpu_", "hip_")):
+        if category.startswith(LAUNCHES):
             launched = as_number(event.get("ts"))
             if "correlation" in args and launched is not None:
                 self.launches[args["correlation"]] = launched

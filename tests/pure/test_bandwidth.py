@@ -84,6 +84,16 @@ def test_messages_are_averaged_over_ranks(tmp_path: Path) -> None:
     assert remarks(*paths)[0] == line
 
 
+def test_messages_in_steps_that_one_rank_did_not_trace(tmp_path: Path) -> None:
+    """Rank 1's window has the second of two steps and another one. Each rank sends once a step."""
+    ranks = [rank_of_two(0, collective("send", 4500, 1000, MIB)) for _ in range(2)]
+    for event in ranks[1]:
+        event["name"] = event["name"].replace("#1", "#2").replace("#0", "#1")
+    rows = bandwidths(*save_ranks(tmp_path, *ranks))
+    assert rows["send"][1:4] == ["1", "1M", "1"]
+    assert rows["all_reduce"][1:4] == ["2", "3M", "3"]
+
+
 # -- times of collectives alone ------------------------------------------------------------------
 
 

@@ -163,14 +163,25 @@ def test_which_rank_the_others_wait_for(tmp_path: Path) -> None:
     ] * 2
 
 
-@pytest.mark.parametrize(("ranks", "late"), [([0, 1], "0.0005"), ([0, 2], "-")])
-def test_groups_of_gloo_have_no_name(tmp_path: Path, ranks: list[int], late: str) -> None:
-    """Two ranks of the same group are compared, but not if one may be in another group.
+@pytest.mark.parametrize(
+    ("groups", "late"),
+    [
+        (([[0, 1]], [[0, 1]]), "0.0005"),
+        (([[0, 2]], [[0, 2]]), "-"),
+        # all calls of rank 1 are of a group with rank 0, which has the same number of calls
+        (([[0, 2], [0, 1, 2]], [[0, 1, 2]]), "0.0005"),
+        (([[0, 2], [0, 1, 2]], [[1, 2], [0, 1, 2]]), "-"),
+    ],
+)
+def test_groups_of_gloo_have_no_name(
+    tmp_path: Path, groups: tuple[list[list[int]], ...], late: str
+) -> None:
+    """Two ranks of the same group are compared, but not if both may be in other groups.
 
     In the first of two steps, each rank is 1 us late in one call."""
-    about = {"pg_config": [{"pg_name": "0", "ranks": ranks}, {"pg_name": "1", "ranks": [0]}]}
     paths = []
     for rank in (0, 1):
+        about: dict[str, Any] = {"pg_config": [{"ranks": ranks} for ranks in [[0], *groups[rank]]]}
         events = gloo_events()
         events[3]["dur"] += rank
         events[4]["dur"] -= rank
