@@ -233,8 +233,10 @@ class GroupCache:
         # by ranks and subgroups, least recently used first
         self.cached: dict[tuple[tuple[int, ...], Subgroups], Group | None] = {}
 
-    def acquire(self, ranks: tuple[int, ...], subgroups: Subgroups) -> Group | None:
-        """Return the groups of a case. Those that are not new have an empty `start_up_s`."""
+    def acquire(self, ranks: tuple[int, ...], subgroups: Subgroups | None = None) -> Group | None:
+        """Return the groups of a case; None on ranks outside it. Those that are not new have an
+        empty `start_up_s`. subgroups: a partition of the ranks; by default one group."""
+        subgroups = subgroups or (ranks,)
         key = ranks, subgroups
         if key in self.cached:
             group = self.cached[key] = self.cached.pop(key)

@@ -11,7 +11,7 @@ import pytest
 from tests.process import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-SCRIPT, PURE, UNDER_TORCHRUN, ENTRIES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LIBRARY, SCRIPT, PURE, UNDER_TORCHRUN, ENTRIES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 DOCUMENT = "# x.py\n\n    torchrun --nproc-per-node 2 benchmarks/x.py --sizes 64K,4M\n"
 ROW = "| [x.py](docs/x.md) | Does an all-reduce overlap with a matmul? |"
 
