@@ -26,11 +26,8 @@ BSD-3-Clause.
 
 import argparse
 import hashlib
-import io
 import json
 import math
-import pickle
-import pickletools
 import re
 import sys
 import time
@@ -41,7 +38,7 @@ from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -96,17 +93,6 @@ OPERATIONS["barrier"] = Operation(
     expected=lambda at: [],
     bus=lambda n: 0,
 )
-# The opcodes that all protocols of pickle use for None, bool, int, float, str, bytes, list, tuple
-# and dict. All other opcodes create objects, call functions or refer to persistent ids.
-PLAIN_OPCODES = {
-    *("PROTO", "FRAME", "MARK", "STOP", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
-    *("GET", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    *("LIST", "EMPTY_LIST", "APPEND", "APPENDS", "DICT", "EMPTY_DICT", "SETITEM", "SETITEMS"),
-    *("TUPLE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-}
 
 
 def parse_args() -> argparse.Namespace:
@@ -265,7 +251,7 @@ def decoded(path: Path) -> Any:
     data = files.read(path)
     # Kineto may write white space first
     is_json = data[:64].lstrip().startswith((b"{", b"["))
-    content = json.loads(data) if is_json else plain_pickle(bytes(data))
+    content = json.loads(data) if is_json else files.plain_pickle(bytes(data))
     if events_of(content) is not None:
         return content
     if not isinstance(content, dict) or "entries" not in content:
@@ -273,27 +259,6 @@ def decoded(path: Path) -> Any:
             raise ValueError(NO_ENTRIES)
         raise ValueError("neither a Kineto trace nor a dump of the flight recorder")
     return content
-
-
-class NoClasses(pickle.Unpickler):
-    """A second line of defense: `plain_pickle` should have refused any class before."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(f"a pickle that refers to {module}.{name}")
-
-
-def plain_pickle(data: bytes) -> Any:
-    """Load a pickle that only contains None, bool, int, float, str, bytes, list, tuple and dict.
-
-    The opcodes are checked first, without executing them. Raises ValueError for any other opcode,
-    and for a memo index beyond the length of the file, for which pickle would allocate memory.
-    """
-    for opcode, argument, position in pickletools.genops(data):
-        if opcode.name not in PLAIN_OPCODES:
-            raise ValueError(f"a pickle that is not plain data: {opcode.name} at byte {position}")
-        if opcode.name.endswith("PUT") and int(argument or 0) not in range(len(data)):
-            raise ValueError(f"a pickle with the memo index {argument} at byte {position}")
-    return NoClasses(io.BytesIO(data)).load()
 
 
 def whole(value: Any, what: str, least: int = 0) -> int:

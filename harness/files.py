@@ -4,11 +4,15 @@ Opening a named pipe or reading a device may block for ever. Requires only the s
 """
 
 import gzip
+import io
 import os
+import pickle
+import pickletools
 import re
 import shlex
 import stat
 from pathlib import Path
+from typing import Any, NoReturn
 
 MAX_FILES = 10_000  # in a folder
 MAX_FOLDER_BYTES = 2**34  # of the files that are read from a folder, as stored
@@ -20,6 +24,17 @@ COMPRESSED = {
     b"PK\x03\x04": ("a zip archive", "unzip"),
     b"\xfd7zX": ("a file compressed by xz", "xz -d"),
     b"BZh": ("a file compressed by bzip2", "bzip2 -d"),
+}
+# The opcodes that all protocols of pickle use for None, bool, int, float, str, bytes, list, tuple
+# and dict. All other opcodes create objects, call functions or refer to persistent ids.
+PLAIN_OPCODES = {
+    *("PROTO", "FRAME", "MARK", "STOP", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
+    *("GET", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("LIST", "EMPTY_LIST", "APPEND", "APPENDS", "DICT", "EMPTY_DICT", "SETITEM", "SETITEMS"),
+    *("TUPLE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
 }
 
 
@@ -91,3 +106,24 @@ def read(path: str | Path) -> bytearray:
                 if len(data) > MAX_FILE_BYTES:
                     raise ValueError(f"more than {MAX_FILE_BYTES:,} bytes")
     return data
+
+
+class NoClasses(pickle.Unpickler):
+    """A second line of defense: `plain_pickle` should have refused any class before."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ValueError(f"a pickle that refers to {module}.{name}")
+
+
+def plain_pickle(data: bytes) -> Any:
+    """Load a pickle that only contains None, bool, int, float, str, bytes, list, tuple and dict.
+
+    The opcodes are checked first, without executing them. Raises ValueError for any other opcode,
+    and for a memo index beyond the length of the file, for which pickle would allocate memory.
+    """
+    for opcode, argument, position in pickletools.genops(data):
+        if opcode.name not in PLAIN_OPCODES:
+            raise ValueError(f"a pickle that is not plain data: {opcode.name} at byte {position}")
+        if opcode.name.endswith("PUT") and int(argument or 0) not in range(len(data)):
+            raise ValueError(f"a pickle with the memo index {argument} at byte {position}")
+    return NoClasses(io.BytesIO(data)).load()

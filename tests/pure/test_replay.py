@@ -18,6 +18,7 @@ from benchmarks import replay
 from benchmarks.replay import Collective, Kind, Recording
 from common.stats import Times
 from examples import record_collectives
+from harness.files import plain_pickle
 from harness.report import Case
 from tests.process import ROOT
 
@@ -130,7 +131,7 @@ def test_a_pickle_of_plain_data_is_read(protocol: int) -> None:
     }
     if protocol < 3:
         del plain["b"]  # these protocols call codecs.encode for it
-    assert replay.plain_pickle(pickle.dumps(plain, protocol)) == plain
+    assert plain_pickle(pickle.dumps(plain, protocol)) == plain
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -148,7 +149,7 @@ def test_nothing_is_executed_from_a_pickle(tmp_path: Path, protocol: int) -> Non
     ]
     for data in files:
         with pytest.raises(ValueError, match=r"^a pickle (that is not plain|with the memo)"):
-            replay.plain_pickle(data)
+            plain_pickle(data)
     assert not made.exists()
     (tmp_path / "nccl_trace_rank_0").write_bytes(files[0])
     with pytest.raises(ValueError, match=r"rank_0: expected the recording of a rank, got a pickle"):

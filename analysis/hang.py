@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=1.26", "tabulate>=0.9"]
+# ///
+"""Which rank made this job hang? Reads the logs of any job that used torch.distributed.
+
+    python analysis/hang.py job.log
+    python analysis/hang.py logs/rank*.log
+    python analysis/hang.py /tmp/nccl_trace_rank_*     # dumps of torch's flight recorder
+
+It prints one sentence about the rank that is missing in a collective, or about ranks that called
+different collectives. The files are one log, one log per rank or node, or a flight recorder dump
+per rank (JSON or pickle; no code of a pickle is executed). They may contain any other lines.
+
+Exit status: 0 no sign of a hang, 1 a rank or a mismatch was found, 4 it cannot be told.
+docs/hang.md lists the messages that are understood. BSD-3-Clause.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from analysis.logs.watchdog import UNKNOWN, Call, Evidence, Exit
+from analysis.show import clean, one_line, put
+from harness import files
+from harness.cli import NO_VERDICT, Parser, cut, positive_int
+from harness.traces import rank_in_name
+
+
+class Finding(NamedTuple):
+    """A conclusion. ranks: those that it names; empty if it cannot be told which one."""
+
+    sentence: str
+    ranks: tuple[int, ...] = ()
+
+
+def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | None:
+    """Return the conclusion with the strongest evidence; None if nothing points to a hang.
+
+    Calls that differ come first, then ranks that are behind in a collective, ranks that a monitored
+    barrier or a HANG message names, a rank that ended by itself, and timeouts of gloo.
+    """
+    everyone = set(range(world_size or max(evidence.seen, default=-1) + 1))
+    groups = [of_group(evidence, group, everyone) for group in sorted(evidence.states)]
+    findings = [finding for finding in groups if finding]
+    named = [finding for finding in findings if finding.ranks]
+    died = ended_by_themselves(evidence)
+    if prints := evidence.fingerprints:
+        text, ranks = different(prints, prints)
+        return Finding(f"the ranks called different collectives: {text}", ranks)
+    if named:
+        return with_exit(named[0], died)
+    if evidence.missing:
+        ranks = tuple(sorted(evidence.missing))
+        return Finding(f"{ranks_text(ranks)} did not reach a monitored barrier", ranks)
+    if evidence.own:
+        return of_own_message(evidence.own)
+    if evidence.wrong_size:
+        return Finding(
+            "cannot tell which rank: gloo received a message of another size than it expected, so "
+            "the ranks called different collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
+        )
+    if evidence.waiting:
+        return of_gloo(evidence.waiting, everyone)
+    if died:
+        return Finding(
+            f"{exit_text(died[0])}, before any other rank; no rank hung", (died[0].rank,)
+        )
+    if findings:
+        return findings[0]
+    if evidence.lost:
+        line = next(iter(evidence.lost.values()))[:200]
+        return Finding(
+            f"cannot tell which rank: a connection was lost, and no line names it: {line}"
+        )
+    return None
+
+
+def ended_by_themselves(evidence: Evidence) -> list[Exit]:
+    """Return the failed ranks of torchrun's summary that no other failure explains: not those that
+    torchrun ended (SIGTERM), or that lost a peer or timed out, or that torch's watchdog aborted."""
+    victims = {*evidence.waiting, *evidence.lost}
+    for states in evidence.states.values():
+        victims |= states.keys()
+    return [exit for exit in evidence.exits if exit.status != -15 and exit.rank not in victims]
+
+
+def of_group(evidence: Evidence, group: str, everyone: set[int]) -> Finding | None:
+    """Return which ranks keep the others of a group waiting; None if no rank of it waits."""
+    states = evidence.states[group]
+    calls = {rank: state.call for rank, state in states.items() if state.call}
+    if not calls:
+        return None
+    seq = min(call.seq for call in calls.values())
+    waiting = {rank: call for rank, call in calls.items() if call.seq == seq}
+    name = name_of(evidence, group)
+    if differing := mismatch(waiting):
+        text, ranks = differing
+        return Finding(
+            f"the ranks called different collectives as {seq:,} of group {name}: {text}", ranks
+        )
+    call = next(iter(waiting.values()))
+    size = f" ({call.numel:,} elements)" if call.numel >= 0 else ""
+    what = f"{call.op} {seq:,} of group {name}{size}"
+    wait = f"in which {ranks_text(sorted(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
+    if group in evidence.unnumbered and group != "0":
+        return Finding(f"cannot tell which rank: no line tells the global ranks of {what}, {wait}")
+    elsewhere = {
+        rank
+        for other, of_other in evidence.states.items()
+        for rank, state in of_other.items()
+        if other != group and state.call
+    }
+    behind = [
+        rank for rank, s in sorted(states.items()) if s.enqueued < seq and rank not in elsewhere
+    ]
+    is_default = group == "0" or evidence.names.get(group) == "default_pg"
+    members = evidence.members.get(group) or (everyone if is_default else set())
+    silent = sorted(members - states.keys() - elsewhere)
+    if len(behind) > len(waiting):
+        return Finding(
+            f"cannot tell which rank: {ranks_text(behind)} did not start {what}, {wait}; either "
+            f"they are stuck elsewhere, or {ranks_text(sorted(waiting))} called one too many"
+        )
+    if behind:
+        last = states[behind[0]].completed
+        done = f"its last completed collective is {last:,}" if last > 0 else "it completed none"
+        return Finding(f"{ranks_text(behind)} did not start {what}, {wait}; {done}", tuple(behind))
+    if silent and len(silent) < len(waiting):
+        return Finding(
+            f"{ranks_text(silent)} reported nothing about {what}, {wait}: stopped, dead, "
+            f"unreachable, or past its last collective",
+            tuple(silent),
+        )
+    lacking = f"{ranks_text(silent)} left no line in these files" if silent else "none is behind"
+    return Finding(
+        f"cannot tell which rank: {ranks_text(sorted(waiting))} started {what}, and {lacking}; "
+        f"give the logs of all ranks, or --world-size N"
+    )
+
+
+def mismatch(waiting: Mapping[int, Call]) -> tuple[str, tuple[int, ...]] | None:
+    """Return what the ranks called, and those of the minority, if calls of one number differ."""
+    calls = {rank: call.signature for rank, call in waiting.items() if call.op != UNKNOWN}
+    texts = {rank: str(call) for rank, call in waiting.items()}
+    return different(calls, texts) if len(set(calls.values())) > 1 else None
+
+
+def different(calls: Mapping[int, object], texts: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:
+    """Return who called what, and the ranks whose call is not the most common one; all ranks if
+    there is no such call."""
+    counts = Counter(calls.values()).most_common()
+    tied = counts[1:] and counts[0][1] == counts[1][1]
+    parts, minority = [], list[int]()
+    for call, _ in reversed(counts):
+        ranks = sorted(rank for rank in calls if calls[rank] == call)
+        parts.append(f"{ranks_text(ranks)}: {texts[ranks[0]]}")
+        if tied or call != counts[0][0]:
+            minority += ranks
+    return "; ".join(parts), tuple(sorted(minority))
+
+
+def with_exit(finding: Finding, died: Sequence[Exit]) -> Finding:
+    """Return the finding, with what torchrun says about a rank that it names."""
+    for exit in died:
+        if exit.rank in finding.ranks:
+            return finding._replace(sentence=f"{finding.sentence}; {exit_text(exit)}")
+    return finding
+
+
+def of_own_message(own: dict[str, list[str]]) -> Finding:
+    """Return the conclusion from a HANG message of these scripts."""
+    for state in ("does not answer", "is behind the other ranks"):
+        if names := own.get(state):
+            ranks = tuple(int(name.split()[1]) for name in names)
+            return Finding(f"{cut(names)} {state}".replace("ranks ranks", "ranks"), ranks)
+    return Finding("cannot tell which rank: all ranks of the HANG message wait")
+
+
+def exit_text(exit: Exit) -> str:
+    where = f" on {exit.host}" if exit.host else ""
+    how = f"by signal {-exit.status}" if exit.status < 0 else f"with status {exit.status}"
+    return f"rank {exit.rank}{where} ended {how}"
+
+
+def of_gloo(waiting: set[int], everyone: set[int]) -> Finding:
+    """Return the conclusion from timeouts of gloo, which name neither a peer nor a collective."""
+    silent = tuple(sorted(everyone - waiting))
+    if silent:
+        return Finding(
+            f"{ranks_text(silent)} reported no timeout, while {ranks_text(sorted(waiting))} timed "
+            f"out in an operation over gloo",
+            silent,
+        )
+    return Finding(
+        f"cannot tell which rank: {ranks_text(sorted(waiting))} timed out in operations over gloo; "
+        f"--world-size N tells the number of ranks, and TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch "
+        f"compare their calls"
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 1, 2, 5`."""
+    return f"rank{'s' * (len(ranks) != 1)} {cut(list(ranks))}"
+
+
+def name_of(evidence: Evidence, group: str) -> str:
+    name = evidence.names.get(group, "")
+    return f"{group} ({name})" if name and name not in ("undefined", "default_pg") else group
+
+
+def read(path: str, evidence: Evidence) -> None:
+    """Read a log, or a dump of the flight recorder. Raises OSError or ValueError."""
+    try:
+        data = bytes(files.read(path))
+        if not data.startswith((b"\x80", b"{")):
+            evidence.add_lines(data.decode(errors="replace").splitlines())
+            return
+        content = json.loads(data) if data[:1] == b"{" else files.plain_pickle(data)
+        rank = content.get("rank", rank_in_name(path))
+        if rank is None:
+            raise ValueError("a dump without a rank in its name; e.g. nccl_trace_rank_0")
+        evidence.add_dump(content, rank)
+    except (ValueError, TypeError, LookupError, AttributeError, EOFError) as error:
+        raise ValueError(f"{path}: {clean(error)}") from None
+
+
+def main() -> int:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("logs", nargs="+", metavar="LOG", help="logs of a job, or dumps of the flight recorder")
+    add(
+        "--world-size", type=positive_int, metavar="N", help="number of ranks (default: those seen)"
+    )
+    args = parser.parse_args()
+    evidence = Evidence()
+    with one_line(args.logs):
+        for path in args.logs:
+            read(path, evidence)
+    finding = conclude(evidence, args.world_size)
+    if finding is None:
+        put("no sign of a hang")
+        return 0
+    put(finding.sentence)
+    return 1 if finding.ranks else NO_VERDICT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

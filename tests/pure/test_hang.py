@@ -1,0 +1,295 @@
+"""analysis/hang.py: which rank is missing, from lines of the forms that torch prints.
+
+The forms are those of torch 2.6, 2.8 and 2.14; the contents are made up.
+"""
+
+import itertools
+import json
+import os
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import hang
+from analysis.hang import conclude
+from analysis.logs.watchdog import Evidence
+
+FORMS = {  # prefixes of the group, and the line that follows a timeout
+    "2.6": (
+        "[Rank {r}]",
+        "[PG ID {id} PG GUID {g} Rank {r}] Exception (either an error or timeout) detected "
+        "by watchdog at work: {seq}, last enqueued NCCL work: {enq}, last completed NCCL "
+        "work: {done}.",
+    ),
+    "2.8": (
+        "[Rank {r}]",
+        "[PG ID {id} PG GUID {g} Rank {r}]  failure detected by watchdog at work sequence id: "
+        "{seq} PG status: last enqueued work: {enq}, last completed work: {done}",
+    ),
+    "2.14": (
+        "[PG GUID {g} Rank {r}]",
+        "[PG ID {id} PG GUID {g} Rank {r}]  failure detected by watchdog at work sequence id: "
+        "{seq} PG status: last enqueued work: {enq}, last started work: -1 (), last "
+        "completed work: {done}",
+    ),
+}
+SIGNAL = (
+    "[rank{r}]:[E615 03:14:15.926535897 ProcessGroupNCCL.cpp:1982] [PG ID 0 PG GUID "
+    "0(default_pg) Rank {r}] Received a dump signal due to a collective timeout from  rank "
+    "{other} and we will try our best to dump the debug info. Last enqueued NCCL work: {enq}, "
+    "last completed NCCL work: {done}.This is most likely caused by incorrect usages of collectives"
+)
+
+
+def timeout(
+    rank: int, seq: int, op: str = "ALLREDUCE", numel: int = 65536, *, form: str = "2.14",
+    group: str = "0(default_pg)", in_group: int | None = None, ahead: int = 0,
+) -> list[str]:  # fmt: skip
+    """The two lines of a rank whose collective timed out."""
+    first, second = FORMS[form]
+    here = {"r": rank if in_group is None else in_group, "g": group, "id": 3, "seq": seq}
+    here |= {"enq": seq + ahead, "done": seq - 1}
+    begin = f"[rank{rank}]:[E615 03:14:15.926535897 ProcessGroupNCCL.cpp:741] "
+    work = f"WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=60)"
+    what = f" Watchdog caught collective operation timeout: {work} ran for 61 milliseconds"
+    return [begin + first.format(**here) + what, begin + second.format(**here)]
+
+
+def signal(rank: int, enqueued: int) -> str:
+    return SIGNAL.format(r=rank, other=0, enq=enqueued, done=enqueued)
+
+
+def told(lines: Iterable[str], world_size: int | None = None) -> tuple[tuple[int, ...], str]:
+    evidence = Evidence()
+    evidence.add_lines(lines)
+    finding = conclude(evidence, world_size)
+    return (finding.ranks, finding.sentence) if finding else ((), "")
+
+
+def of_all(ranks: Iterable[int], seq: int, **options: object) -> list[str]:
+    return [line for rank in ranks for line in timeout(rank, seq, **options)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "prefix", ["", "7: ", "[default5]:", "2026-01-02T03:04:05 node7 ", "\x1b[31m"]
+)
+def test_a_rank_that_did_not_start_a_collective(form: str, prefix: str) -> None:
+    others = [rank for rank in range(8) if rank != 5]
+    lines = [*of_all(others, 1423, form=form, ahead=2), signal(5, 1422)]
+    ranks, sentence = told(prefix + line for line in lines)
+    assert ranks == (5,)
+    assert "rank 5 did not start all_reduce 1,423 of group 0 (65,536 elements)" in sentence
+    assert "in which ranks 0, 1, 2, 3, 4, 6, 7 wait" in sentence
+    assert "its last completed collective is 1,422" in sentence
+
+
+def test_a_rank_without_lines() -> None:
+    assert told(of_all([0, 1, 3], 12))[0] == (2,)  # rank 3 exists, so rank 2 does
+    assert told(of_all([0, 1, 2], 12))[0] == ()  # a rank 3 may or may not exist
+    assert told(of_all([0, 1, 2], 12), world_size=4)[0] == (3,)
+    # the log of the second of two nodes says nothing about the first one
+    assert told(of_all(range(8, 16), 12))[0] == ()
+
+
+def test_calls_that_differ() -> None:
+    """The minority is named, with both calls. The size counts only where ranks must agree on it."""
+    ranks, sentence = told([*of_all([0, 2, 3], 9), *timeout(1, 9, "BROADCAST")])
+    assert ranks == (1,)
+    assert "rank 1: broadcast of 65,536 elements; ranks 0, 2, 3: all_reduce" in sentence
+    assert told([*of_all([0, 1, 3], 9), *timeout(2, 9, numel=7)])[0] == (2,)
+    assert told([*timeout(0, 9), *timeout(1, 9, numel=7)])[0] == (0, 1)  # a tie names both
+    uneven = [line for rank in range(3) for line in timeout(rank, 9, "ALLTOALL_BASE", 10 * rank)]
+    assert told([*uneven, signal(3, 8)])[0] == (3,)
+
+
+def test_ranks_that_wait_in_another_group_are_not_the_cause() -> None:
+    """Rank 0 waits for rank 1 in a group of two; so ranks 0 and 1 did not start the collective in
+    which ranks 2 and 3 wait. The numbers of ranks within a group differ from the global ones."""
+    inner = timeout(4, 3, "_ALLGATHER_BASE", group="17(mesh_tp)", in_group=0)
+    behind = [signal(4, 8), signal(5, 8)]
+    lines = [*of_all([0, 1, 2, 3], 9), *inner, *behind]
+    assert told(lines)[0] == (5,)
+    # without a prefix, the ranks of a group other than the default one are unknown
+    bare = [line.partition("]:")[2] for line in inner]
+    assert told(bare)[0] == ()
+
+
+def test_one_rank_ahead_of_the_others() -> None:
+    """Either it called one collective too many, or the others are stuck: no rank is named."""
+    lines = [*timeout(0, 11), *(signal(rank, 10) for rank in range(1, 8))]
+    ranks, sentence = told(lines)
+    assert ranks == ()
+    assert "cannot tell" in sentence
+
+
+DETAIL = (
+    "[rank{a}]: RuntimeError: Detected mismatch between collectives on ranks. Rank {a} is running "
+    "collective: CollectiveFingerPrint(SequenceNumber=7, OpType={op_a}, TensorShape=[10, 3], "
+    "TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu)), but "
+    "Rank {b} is running collective: CollectiveFingerPrint(SequenceNumber=7, OpType={op_b}, "
+    "TensorShape=[10, 3]).Collectives differ in the following aspects: \t Op type"
+)
+
+
+def summary(first: tuple[int, int], *others: tuple[int, int]) -> list[str]:
+    """torchrun's summary. Each rank is given with its exit code."""
+
+    def block(number: int, rank: int, status: int) -> list[str]:
+        return [
+            f"[{number}]:",
+            "  time      : 2026-03-04_05:06:07",
+            f"  host      : node{rank}",
+            f"  rank      : {rank} (local_rank: 0)",
+            f"  exitcode  : {status} (pid: 4711) ",
+        ]
+
+    later = itertools.chain(*(block(n + 1, *other) for n, other in enumerate(others)))
+    return ["Failures:", *later, "Root Cause (first observed failure):", *block(0, *first)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "ranks", "words"),
+    [
+        (
+            [
+                DETAIL.format(a=1, b=0, op_a="BROADCAST", op_b="ALLREDUCE"),
+                DETAIL.format(a=2, b=1, op_a="ALLREDUCE", op_b="BROADCAST"),
+            ],
+            (1,),
+            "rank 1: broadcast 7 of shape [10, 3]; ranks 0, 2: all_reduce",
+        ),
+        (
+            [
+                "[rank0]:[E1 ProcessGroupGloo.cpp:68] [Rank 0]: Ranks 1, 3 failed to pass "
+                "monitoredBarrier in 5000 ms",
+                "[rank2]:[E1 ProcessGroupGloo.cpp:68] Rank 2 successfully reached "
+                "monitoredBarrier, but received errors while waiting for send/recv from rank 0.",
+            ],
+            (1, 3),
+            "did not reach a monitored barrier",
+        ),
+        (
+            [
+                "\t - [1] finished collective #5, but didn't join collective #6 (count from 1)",
+                "\t - [0, 2] joined but didn't finish collective #6 (count from 1)",
+            ],
+            (1,),
+            "rank 1 did not start a collective 6 of group 0, in which ranks 0, 2 wait",
+        ),
+        (
+            [
+                "HANG: no progress for 25 s",
+                "  rank 1 on vm, case '1M/2R', step, block 1: does not answer (stopped, dead)",
+                "  rank 0 on vm, case '1M/2R', step, block 1: waits",
+            ],
+            (1,),
+            "rank 1 on vm does not answer",
+        ),
+        (
+            [
+                "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer "
+                "[127.0.0.1]:6178",
+                *summary((0, 1), (1, -9), (2, -15)),
+            ],
+            (1,),
+            "rank 1 on node1 ended by signal 9",
+        ),
+        (
+            [
+                *(
+                    f"[rank{rank}]: RuntimeError: [unbound_buffer.cc:78] Timed out waiting 8000ms "
+                    "for recv operation to complete"
+                    for rank in (0, 2)
+                ),
+                *summary((0, 1), (2, 1), (1, -9)),
+            ],
+            (1,),
+            "rank 1 reported no timeout, while ranks 0, 2 timed out",
+        ),
+        (["[rank0]: Connection closed by peer [10.0.0.7]:6178"], (), "10.0.0.7"),
+        (["enforce fail: Received data size doesn't match expected size."], (), "DETAIL"),
+    ],
+)
+def test_other_messages(lines: list[str], ranks: tuple[int, ...], words: str) -> None:
+    named, sentence = told(lines)
+    assert named == ranks
+    assert words in sentence
+
+
+def test_an_abort_of_the_watchdog_is_not_a_cause() -> None:
+    """Ranks 0 and 2 ended by SIGABRT because they waited for rank 1, which was stopped."""
+    ranks, sentence = told([*of_all([0, 2], 9), *summary((0, -6), (2, -6), (1, -9))])
+    assert ranks == (1,)
+    assert sentence.endswith("rank 1 on node1 ended by signal 9")
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_dumps_of_the_flight_recorder(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of 3 waits in a group of ranks 0 and 1, in which rank 0 never called anything."""
+
+    def entry(
+        seq: int, done: bool, group: str = "0", op: str = "nccl:all_reduce"
+    ) -> dict[str, Any]:
+        made = {"process_group": (group, "default_pg" if group == "0" else "mesh_tp")}
+        shapes = {"input_sizes": [[10, 3]], "state": "completed" if done else "scheduled"}
+        return {**made, **shapes, "collective_seq_id": seq, "profiling_name": op, "is_p2p": False}
+
+    config = {"0": {"ranks": "[0, 1, 2]"}, "7": {"ranks": "[0, 1]"}}
+    entries = {
+        0: [entry(4, True)],
+        1: [entry(4, True), entry(1, False, "7")],
+        2: [entry(4, True), entry(5, False, op="nccl:_all_gather_base")],
+    }
+    paths = []
+    for rank, of_rank in entries.items():
+        content = {"pg_config": config, "entries": of_rank}
+        data = pickle.dumps(content, 2) if form == "pickle" else json.dumps(content).encode()
+        paths.append(tmp_path / f"nccl_trace_rank_{rank}")
+        paths[-1].write_bytes(data)
+    monkeypatch.setattr("sys.argv", ["hang.py", *map(str, paths)])
+    assert hang.main() == 1
+    assert capsys.readouterr().out == (
+        "rank 0 did not start all_gather_into_tensor 5 of group 0 (30 elements), in which rank 2 "
+        "waits; its last completed collective is 4\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\x80\x02cos\nsystem\n.", "plain data"), (b"{", "line 1"), (None, "regular file")],
+)
+def test_files_that_are_refused(
+    content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = tmp_path / "dump_rank_0"
+    path.write_bytes(content) if content is not None else os.mkfifo(path)
+    monkeypatch.setattr("sys.argv", ["hang.py", str(path)])
+    with pytest.raises(SystemExit) as end:
+        hang.main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(path) in error
+    assert words in error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank3]:[W615 ProcessGroupNCCL.cpp:5023] using GPU 3 as device used by this process",
+        "[PG ID 0 PG GUID 0(default_pg) Rank 3] NCCL Work update periodically: last enqueued NCCL "
+        "work: 12, last completed NCCL work: 11.",
+        "[PG ID 0 PG GUID 0 Rank 3] ProcessGroupNCCL watchdog thread joined.",
+        "node1:4711:4711 [0] NCCL INFO Using network Socket",
+        "step 12, loss 3.2, 51 ms; rank 3 waits for data",
+    ],
+)
+def test_a_healthy_log_names_no_rank(line: str) -> None:
+    assert told([line] * 3) == ((), "")
