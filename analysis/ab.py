@@ -10,10 +10,9 @@
 Without --b and --b-env, the script compares A with itself, and prints the smallest change that this
 number of runs detects.
 
-In each round, A and B run once, and the two runs form a pair. Of every 4 rounds, two begin with A
-and two with B, in random order, so that no periodic disturbance favors one of them. A pair is not
-evidence if other processes loaded its two runs differently. It is then replaced by another round,
-up to --max-runs.
+In each round, A and B run once, and the two runs form a pair. A coin decides which one runs first,
+so that no periodic disturbance favors one of them. A pair is not evidence if other processes loaded
+its two runs differently. It is then replaced by another round, up to --max-runs.
 
 The script appends `--json PATH` to each command, so that every run writes its report to OUT/a or
 OUT/b. To continue an interrupted call, repeat it: runs with a complete report are not repeated. For
@@ -40,7 +39,6 @@ SIGHUP, Ctrl-C and SIGTERM. BSD-3-Clause.
 
 import argparse
 import functools
-import itertools
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -70,19 +68,10 @@ class Plan(NamedTuple):
     interleave: bool
 
 
-# All ways in which two of 4 rounds can be in reverse order
-PATTERNS = [*sorted(set(itertools.permutations([False, False, True, True])))]
-
-
 def order_of(n: int, seed: int) -> list[str]:
-    """Return the order of the commands in round n, counting from 1. It follows from the seed, and
-    is therefore the same after a restart.
-
-    Each command comes first in two of every 4 rounds (1 to 4, 5 to 8, ...), chosen at random.
-    """
-    block, place = divmod(n - 1, 4)
-    is_reversed = random.Random(f"{seed} {block}").choice(PATTERNS)[place]
-    return ["b", "a"] if is_reversed else ["a", "b"]
+    """Return the order of the commands in round n, which a coin decides independently of other
+    rounds. It follows from the seed, and is therefore the same after a restart."""
+    return random.Random(f"{seed} {n}").choice((["a", "b"], ["b", "a"]))
 
 
 def lost_pairs(comparison: Comparison) -> int:

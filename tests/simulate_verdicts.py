@@ -2,6 +2,7 @@
 
     python tests/simulate_verdicts.py            the table of docs/compare.md, some minutes
     python tests/simulate_verdicts.py nights     a stored baseline: 14 nights against one
+    python tests/simulate_verdicts.py periods    ab.py while every n-th run, or a few runs, are slow
     python tests/simulate_verdicts.py load       that of docs/measuring.md, under load
     python tests/simulate_verdicts.py load 7     the same, with runs that differ by 7%
 
@@ -105,7 +106,7 @@ def shows_smallest_change(rng: Rng) -> bool:
     """Whether the smallest change that 6 pairs of equal programs report is found by 6 more
     pairs."""
     change = judged(np.zeros(6), noise(rng, 6), paired=True).smallest_change or 0
-    return not holds(judged(np.zeros(6), np.log1p(change) + noise(rng, 6), paired=True))
+    return is_called(judged(np.zeros(6), np.log1p(change) + noise(rng, 6), paired=True, margin=0))
 
 
 # what is simulated | nominal rate -> one simulation
@@ -186,6 +187,54 @@ def show_nights(count: int = 1000) -> None:
             level = "" if own else ", which share the level of the night"
             cells = " | ".join(f"{share:.1%}" for share in shares)
             print(f"| {runs} | {cases}{level} | {cells} |", flush=True)
+
+
+# -- disturbances that no load shows ---------------------------------------------------------------
+
+SLOWER = 0.05  # by how much disturbed runs are slower
+# Name -> slow runs, and after how many runs they come again; None for a burst at a random place
+DISTURBANCES: dict[str, tuple[int, int | None]] = {
+    "none": (0, 2),
+    "every 2nd run": (1, 2),
+    "every 3rd run": (1, 3),
+    "every 4th run": (1, 4),
+    "2 of 4 runs": (2, 4),
+    "every 5th run": (1, 5),
+    "2 of 5 runs": (2, 5),
+    "every 6th run": (1, 6),
+    "3 of 6 runs": (3, 6),
+    "every 7th run": (1, 7),
+    "3 of 7 runs": (3, 7),
+    **{f"a burst of {n} runs": (n, None) for n in (1, 2, 4, 6)},
+}
+
+
+def pairs_under(
+    rng: Rng, name: str, change: float, pairs: int = 6, order: Callable[..., list[str]] = order_of
+) -> Result:
+    """Pairs of ab.py under a disturbance that no load shows. Runs differ by SCATTER."""
+    slow, period = DISTURBANCES[name]
+    seed, start = int(rng.integers(2**32)), int(rng.integers(period or 2 * pairs))
+    logs: dict[str, list[float]] = {"a": [], "b": []}
+    for number, side in enumerate(side for n in range(pairs) for side in order(n + 1, seed)):
+        place = (number + start) % period if period else number - start
+        more = SLOWER if 0 <= place < slow else 0.0
+        logs[side].append(more + SCATTER * float(rng.normal()))
+    return judged(np.array(logs["a"]), np.array(logs["b"]) + np.log1p(change), paired=True)
+
+
+def show_under_disturbances(count: int = 1000) -> None:
+    """Print the table of disturbances in docs/compare.md."""
+    print("| slow runs | 6 pairs: wrong | finds 5% | 20% | 12 pairs: wrong | finds 5% | 20% |")
+    print("|---|---|---|---|---|---|---|")
+    for name in DISTURBANCES:
+        cells = []
+        for pairs in (6, 12):
+            for change in (0, 0.05, 0.2):
+                rng = np.random.default_rng(0)
+                called = [is_called(pairs_under(rng, name, change, pairs)) for _ in range(count)]
+                cells.append(f"{np.mean(called):.1%}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 # -- under load ------------------------------------------------------------------------------------
@@ -307,5 +356,7 @@ if __name__ == "__main__":
         show_under_load(float(sys.argv[2]) / 100 if sys.argv[2:] else SCATTER)
     if sys.argv[1:2] == ["nights"]:
         show_nights()
+    if sys.argv[1:2] == ["periods"]:
+        show_under_disturbances()
     for name in CASES if not sys.argv[1:] else ():
         print(f"| {name} | {share(name, 1000):.1%} |", flush=True)

@@ -76,6 +76,7 @@ def row_of(case: Result) -> dict[str, Any]:
         "ratio": case.ratio,
         "interval": case.interval if case.is_informative else None,
         "p": case.p,
+        "sign_flip_p": case.sign_flip_p,
         "smallest_change": case.smallest_change,
         # number of sessions per side, if they are the units of observation
         "sessions": [len(case.base_sessions), len(case.test_sessions)]

@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from analysis.runs.differences import Difference, differences
 from analysis.runs.evidence import (
@@ -42,6 +43,11 @@ MAX_RUNS = 100  # a larger number of runs is never recommended
 MOST_SEARCHED = 100  # cases of each side that are searched for the two most similar ones
 WIDEST = 3.0  # an interval that extends beyond its ratio by a larger factor is not printed
 UNEXPLAINED = 5.0  # a change by a larger factor is reported even if the runs were disturbed
+MIN_FOR_SIGN_FLIP = 6  # pairs; of fewer, even equal signs are not significant at ALPHA
+# The smallest change is larger by this factor if the sign-flip test needs more than the t interval:
+# simulated, so that changes of this size are detected in 9 of 10 comparisons
+SIGN_FLIP_COST = {6: 1.28, 7: 1.08}
+SIGN_FLIPS = 2**13  # choices of signs that are tried: all of them for 13 pairs
 MIN_FOR_OUTLIERS = 5  # outliers are reported on a side with at least this number of runs
 # An outlier differs from the median by more than this number of standard deviations, and by more
 # than this factor
@@ -99,6 +105,7 @@ class Result:
     # of the ratio, with confidence 1 - ALPHA; None if the scatter of runs is unknown
     interval: tuple[float, float] | None = None
     p: float | None = None  # probability of a ratio at least this far from 1 if nothing changed
+    sign_flip_p: float | None = None  # of a sign-flip test of the pairs; see `sign_flip_test`
     runs_needed: int | None = None  # runs per side that narrow the interval to about +-margin
     # the smallest change, as a fraction, that this number of runs detects in 9 of 10 comparisons
     smallest_change: float | None = None
@@ -564,7 +571,14 @@ def estimate(case: Result, design: Design) -> None:
     case.p = 1.0 if log_ratio == 0 else 0.0
     if error and log_ratio:
         case.p = float(2 * stdtr(freedom, -abs(log_ratio) / error))
-    case.smallest_change = finite_exp(error * detectable_errors(t, freedom)) - 1
+    errors = detectable_errors(t, freedom)
+    if design.paired and not design.interleaved:
+        if n >= MIN_FOR_SIGN_FLIP:
+            case.sign_flip_p = sign_flip_test(test - base)
+            errors *= SIGN_FLIP_COST.get(n, 1)
+        else:
+            case.caveats = [*case.caveats, f"{n} pairs"]
+    case.smallest_change = finite_exp(error * errors) - 1
     case.runs_needed = runs_needed(error / sqrt(weight), design)
 
 
@@ -573,6 +587,26 @@ def quantile(freedom: Any) -> Any:
     from scipy.special import stdtrit
 
     return stdtrit(freedom, 1 - ALPHA / 2)
+
+
+def sign_flip_test(log_ratios: NDArray[np.float64]) -> float:
+    """Return the p-value of a sign-flip test: the share of all choices of signs for which the mean
+    is at least as far from 0 (Fisher, The Design of Experiments, 1935).
+
+    If a coin decides which run of a pair comes first, and the commands are equal, each log ratio is
+    as likely as its negative. The test is then exact, whatever the disturbances are, whereas
+    Student's t is wrong if a periodic disturbance leaves only few different ratios. If there are
+    too many choices, SIGN_FLIPS random ones are tried.
+    """
+    n = len(log_ratios)
+    is_exact = 2**n <= SIGN_FLIPS
+    if is_exact:
+        flips = np.arange(2**n)[:, np.newaxis] >> np.arange(n) & 1
+    else:
+        flips = np.random.default_rng(0).integers(0, 2, (SIGN_FLIPS, n), dtype=np.int8)
+    sums = np.abs((1 - 2 * flips) @ log_ratios)
+    as_far = np.count_nonzero(sums >= abs(log_ratios.sum()) - 1e-9 * np.abs(log_ratios).sum())
+    return float(as_far / 2**n if is_exact else (as_far + 1) / (SIGN_FLIPS + 1))
 
 
 def finite_exp(log_ratio: float) -> float:
@@ -627,10 +661,12 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
     least = 1 / most
     if least <= low and high <= most:
         return "same", ""
-    if is_discovery and low > 1 and case.ratio > most:
-        return "slower", ""
-    if is_discovery and high < 1 and case.ratio < least:
-        return "faster", ""
+    is_beyond = (low > 1 and case.ratio > most) or (high < 1 and case.ratio < least)
+    if is_discovery and is_beyond:
+        if case.sign_flip_p is None or case.sign_flip_p <= ALPHA:
+            return "slower" if low > 1 else "faster", ""
+        why = f"a sign-flip test of the pairs does not (p = {case.sign_flip_p:.2g})"
+        return "undecided", f"the interval excludes 1, but {why}"
     if max(case.rounding) > margin / 4:
         off = f"{100 * max(case.rounding):.2g}%"
         return "undecided", f"the logs print so few digits that a number may be off by {off}"

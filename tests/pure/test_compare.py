@@ -6,11 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from analysis.compare import outcome_of, show
+from analysis.compare import outcome_of, show, verdict_text
 from analysis.runs.load import load
-from analysis.runs.verdicts import Comparison, Design, Result, compare, judge_all
+from analysis.runs.verdicts import (
+    Comparison,
+    Design,
+    Result,
+    compare,
+    judge_all,
+    sign_flip_test,
+)
 from tests.pure.reports import case, run, runs, start, write
 
 
@@ -106,6 +114,38 @@ def test_false_discoveries_by_hand() -> None:
     assert [result.verdict for result in cases[:5]] == ["slower"] + ["undecided"] * 4
     p = [result.p or 0 for result in cases]
     assert p[0] < 0.005 < 0.01 < p[1] < p[2] < 0.05
+
+
+def test_the_sign_flip_test_by_hand() -> None:
+    """Of the 64 choices of signs of 1 to 6, 2 have a sum of +-21, and 4 one of +-19 or more."""
+    assert sign_flip_test(np.arange(1.0, 7)) == 2 / 64
+    assert sign_flip_test(np.array([-1.0, 2, 3, 4, 5, 6])) == 4 / 64
+    assert sign_flip_test(np.ones(7)) == 2 / 128
+    assert sign_flip_test(np.array([-1.0, 1] * 3)) == 1  # the mean is 0
+    assert sign_flip_test(np.ones(40)) == pytest.approx(1 / 8193)  # no random choice is as far
+    assert sign_flip_test(np.ones(40) * [*[1] * 28, *[-1] * 12]) == pytest.approx(0.0166, abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("logs", "interleaved", "verdict"),
+    [
+        ([0.08, 0.09, 0.1, 0.11, 0.12, 0.1], False, "slower"),
+        ([-0.08, -0.09, -0.1, -0.11, -0.12, -0.1], False, "faster"),
+        # one sign differs: t = 5.0, p = 0.004, but 4 of 64 choices of signs are as far out
+        ([-0.001, 0.09, 0.1, 0.11, 0.12, 0.1], False, "undecided"),
+        ([-0.001, 0.09, 0.1, 0.11, 0.12, 0.1], True, "slower"),  # blocks alternated
+        ([0.08, 0.09, 0.1, 0.11, 0.12], False, "slower [5 pairs]"),
+        ([0.001, -0.001, 0.002], False, "same [3 pairs]"),
+    ],
+)
+def test_pairs_require_a_sign_flip_test(logs: list[float], interleaved: bool, verdict: str) -> None:
+    result = Result("x", {}, base_s=[1.0] * len(logs), test_s=exp(*logs))
+    judge_all([result], Design(paired=True, interleaved=interleaved))
+    assert verdict_text(result) == verdict
+    if verdict == "undecided":
+        assert result.reason == (
+            "the interval excludes 1, but a sign-flip test of the pairs does not (p = 0.062)"
+        )
 
 
 def test_runs_needed_by_hand(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def assert_agree(page: str, printed: str) -> None:
     [
         ("", None, ["same", "slower", "faster", "same"]),
         ("--margin 30%", None, ["same", "same", "same", "same"]),
-        ("--paired", None, ["same", "slower", "faster", "same"]),
+        ("--paired", None, [f"{name} [5 pairs]" for name in ("same", "slower", "faster", "same")]),
         ("--interleaved", None, ["same", "slower", "faster", "same"]),
         ("", is_disturbed, ["same", "slower", "faster", "same"]),
         ("--allow-disturbed", is_disturbed, ["same [disturbed runs allowed]"]),
@@ -194,15 +194,15 @@ def test_a_folder_of_ab_py(tmp_path: Path, command: Callable[[float], str]) -> N
     (tmp_path / "out" / "verdict.json").write_text("{}")  # left by --format json; not a report
     page = page_of(tmp_path, out)
     assert_agree(page, done.stdout)
-    assert lines_of(page, "answer")[0] == "2 same"
+    assert lines_of(page, "answer")[0] == "2 same [4 pairs]"
     heads, base, test = tables_of(page)["What was compared"]
     assert (base[0], test[0]) == ("BASE: a", "TEST: b")
     assert "MODE=fast" in test[heads.index("command")]
     assert "hunter2" not in page
     assert [base[heads.index("runs")], test[heads.index("runs")]] == ["4", "4"]
     strict = page_of(tmp_path, out, "--margin", "2%")
-    assert lines_of(strict, "answer")[0] == "2 slower"
-    assert [row[1] for row in tables_of(strict)["Verdicts"][1:]] == ["slower"] * 3
+    assert lines_of(strict, "answer")[0] == "2 slower [4 pairs]"
+    assert [row[1] for row in tables_of(strict)["Verdicts"][1:]] == ["slower [4 pairs]"] * 3
 
 
 def test_a_command_against_itself(tmp_path: Path, command: Callable[[float], str]) -> None:

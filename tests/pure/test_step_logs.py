@@ -299,7 +299,7 @@ def test_ab_with_commands_that_write_no_report(out: Path) -> None:
     """The first step is skipped: the medians are 102.1 and 102.2 ms, and 202.1 and 202.2 ms."""
     done = run("ab.py", *words_of(out, "100 x", "200 x"))
     assert done.returncode == 0, done.stderr
-    row = r"^step +102.1 ms +202.1 ms +1.98x slower .* slower \[disturbed runs allowed\]$"
+    row = r"^step +102.1 ms +202.1 ms +1.98x slower .* slower \[disturbed runs allowed, 2 pairs\]$"
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     report = load_report(str(out / "a" / "01.jsonl"))
     assert (report.benchmark, report.status, report.argv[-2:]) == ("log", "complete", ["100", "x"])
