@@ -40,6 +40,7 @@ SIGHUP, Ctrl-C and SIGTERM. BSD-3-Clause.
 import argparse
 import functools
 import random
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ from analysis.logs import step_logs
 from analysis.runs.commands import Command, ending_children, open_plan, run_round, seed_of
 from analysis.runs.evidence import UNEQUAL_LOAD
 from analysis.runs.load import load
-from analysis.runs.plan import Verdict
+from analysis.runs.plan import Verdict, remarks_on
 from analysis.runs.verdicts import Comparison, compare
 from analysis.show import one_line, put
 from harness.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
@@ -146,8 +147,9 @@ def measure(args: argparse.Namespace) -> int:
         got = f"got {len(args.b)} after --b; compare each of them with A in its own --out"
         raise ValueError(f"expected one command B, quoted as one argument, {got}")
     out = Path(args.out)
-    a = Command("a", args.a, {}, out / "a", steps)
-    b = Command("b", (args.b or [args.a])[0], dict(args.b_env), out / "b", steps)
+    b_text = (args.b or [args.a])[0]
+    a = Command("a", args.a, {}, out / "a", steps, args.watch)
+    b = Command("b", b_text, dict(args.b_env), out / "b", steps, args.watch)
     most = max(args.runs, args.max_runs or 2 * args.runs)
     is_like_with_like = not args.b and not args.b_env
     verdict = Verdict(args.margin, args.ignore_key, args.allow_disturbed, is_like_with_like)
@@ -161,13 +163,21 @@ def measure(args: argparse.Namespace) -> int:
             design = verdict.design(args.runs, args.interleave)
             return compare(runs[:rounds], runs[rounds:], design)
 
+    def unchecked() -> list[str]:
+        return list(dict.fromkeys(filter(None, (a.unchecked, b.unchecked))))
+
     plan = Plan(seed_of(out), args.interleave)
     settings = {"interleave": plan.interleave, "runs": args.runs, "seed": plan.seed}
+    settings |= {"watch": shlex.join(args.watch)} if args.watch else {}
     settings |= steps.settings if steps else {}
     with open_plan(out, [a, b], settings):
+        for line in remarks_on(unchecked()):
+            print_error(f"{line}; --watch FILE adds files")
         verdict.write(out)
         rounds = run_rounds([a, b], args.runs, most, plan, compared)
+        verdict._replace(unchecked=unchecked()).write(out)
     comparison = compared(rounds)
+    comparison.remarks.extend(remarks_on(unchecked()))
     put(format_comparison(args.format, comparison, args.fail_on, is_like_with_like, ("a", "b")))
     return exit_status(comparison, args.fail_on)
 
@@ -199,6 +209,8 @@ def add_flags(parser: Parser) -> None:
         metavar="N",
         help="maximum number of pairs, if disturbed ones are replaced (default: 2 times --runs)",
     )
+    watch = "files or folders; if one of them changes between runs, do not continue"
+    add("--watch", metavar="FILE", help=watch, **several)
     add(
         "--interleave",
         action="store_true",

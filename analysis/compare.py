@@ -216,7 +216,9 @@ def table_of(
 
 def notes_of(comparison: Comparison, is_like_with_like: bool = False) -> list[str]:
     """The conclusions, which are printed below the table."""
-    return notes_like_with_like(comparison) if is_like_with_like else lines_below(comparison)
+    below = notes_like_with_like if is_like_with_like else lines_below
+    verdicts, *more = below(comparison)
+    return [verdicts, *comparison.remarks, *more]
 
 
 def lines_above(comparison: Comparison) -> list[str]:

@@ -18,7 +18,7 @@ from analysis.compare import lines_above, notes_of, table_of, two_sides
 from analysis.pages.page import Section, Table
 from analysis.runs.evidence import load_text
 from analysis.runs.load import Run, arrange, copies
-from analysis.runs.plan import PLAN, VERDICT, Verdict, read_lines
+from analysis.runs.plan import PLAN, VERDICT, Verdict, read_lines, remarks_on
 from analysis.runs.verdicts import Comparison, Design, Result, compare
 from harness import files
 from harness.cli import cut
@@ -223,6 +223,7 @@ def compare_folder(
     arrange([*chosen], verdict.ignore_key)  # sorts a copy of the list
     design = verdict.design(folder.runs, folder.interleave)
     comparison = compare(chosen[:common], chosen[common:], design)
+    comparison.remarks.extend(remarks_on(verdict.unchecked))
     texts = commands[a], commands[b]
     section = Versus(comparison, (a, b), texts, verdict.is_like_with_like).section()
     rounds = {name: len(side) for name, side in sides.items()}

@@ -13,6 +13,7 @@ import random
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from analysis.runs import plan
 from analysis.runs.load import LOAD_ENDING
 from analysis.show import clean
 from harness import report
-from harness.cli import TOKEN, TURN, cut, print_error, refuse
+from harness.cli import ROOT, TOKEN, TURN, cut, print_error, refuse
 from harness.cpu_load import Counters, CpuLoad, spent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,6 +50,7 @@ class Command:
     variables: dict[str, str]
     folder: Path
     steps: Steps | None = None  # step times in the log of a command that writes no report
+    watched: Sequence[str] = ()  # files and folders of --watch
     started_at: dict[int, str] = field(default_factory=dict, compare=False)  # by number of run
 
     def report(self, number: int) -> Path:
@@ -60,6 +62,32 @@ class Command:
 
     def log(self, number: int) -> Path:
         return self.folder / f"{number:02d}.log"
+
+    def check_program(self) -> None:
+        """Raise ValueError if there is no such program."""
+        word, path = shlex.split(self.text)[0], (os.environ | self.variables).get("PATH")
+        if not shutil.which(word, path=path):
+            hint = f"; to set a variable, write env {word} ..." if "=" in word else ""
+            raise ValueError(f"expected a program that can be run, got {word!r}{hint}")
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files that the command names, and those of --watch, by their names in messages."""
+        named = plan.files_of(self.text, os.environ | self.variables)
+        return named | plan.watched_files(self.watched)
+
+    @property
+    def unchecked(self) -> str:
+        """What may change between runs without being noticed; "" if reports record what ran."""
+        done = [path for path in self.folder.glob("*.jsonl") if is_report(path)]
+        if done:
+            is_recorded = all(first_line(path).environment.get("contents") for path in done)
+        else:
+            scripts = [path.resolve() for path in self.files.values()]
+            is_recorded = any(path.parent == ROOT / "benchmarks" for path in scripts)
+        if is_recorded:
+            return ""
+        return plan.unchecked(self.text, os.environ | self.variables)
 
     def write_load(self, number: int, load: CpuLoad, wall_s: float, others_s: float) -> None:
         """Write the CPU use of other processes on this machine to a file next to the report of a
@@ -87,9 +115,12 @@ class Command:
         log, the earlier log is renamed to 01.log.bak instead. Raises RuntimeError if a program of
         the command has changed since the plan was written.
         """
-        if edited := plan.edited_programs(
-            self.folder.parent / plan.PLAN, self.name, self.text, self.variables
-        ):
+        files = {
+            label: path
+            for label, path in self.files.items()
+            if plan.is_code(path) or label in plan.watched_files(self.watched)
+        }
+        if edited := plan.edited(self.folder.parent / plan.PLAN, self.name, files):
             what = f"{cut(edited)} changed since the first run"
             raise RuntimeError(f"{self.name} {number}: {what}; restore it, or choose another --out")
         words, own_pid = shlex.split(self.text), os.getpid()
@@ -109,20 +140,15 @@ class Command:
         self.started_at[number] = report.now()
         # "ab": append to the log of an earlier attempt
         with blocked_signals() as mask, self.log(number).open("ab") as log:
-            try:
-                return subprocess.Popen(
-                    [*words, *flags],
-                    env=os.environ | self.variables | turns,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches only ab.py, which ends the commands
-                    preexec_fn=end_with_parent,
-                )
-            except FileNotFoundError as error:
-                is_variable = "=" in words[0]
-                hint = f"; to set a variable, write env {words[0]} ..." if is_variable else ""
-                raise ValueError(f"{error.strerror}: {words[0]!r}{hint}") from None
+            return subprocess.Popen(
+                [*words, *flags],
+                env=os.environ | self.variables | turns,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only ab.py, which ends the commands
+                preexec_fn=end_with_parent,
+            )
 
     def finish(
         self, number: int, process: subprocess.Popen[bytes], was_interleaved: bool = True
@@ -168,6 +194,14 @@ class Command:
         return None
 
 
+def is_report(path: Path) -> bool:
+    """Return whether the first line of a file is that of a report. An interrupted run may leave an
+    empty file."""
+    with contextlib.suppress(ValueError, OSError):
+        return path.is_file() and bool(first_line(path).benchmark)
+    return False
+
+
 def first_line(path: Path) -> report.Report:
     """Return a report without its cases."""
     with path.open("rb") as file:
@@ -184,10 +218,11 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
     """
     lines = [f"{name}: {value}" for name, value in settings.items()]
     for command in commands:
+        command.check_program()
         lines.append(f"command {command.name}: {command.text}")
         for name, value in report.without_secrets(command.variables).items():
             lines.append(f"variable of {command.name}: {name}={value}")
-        lines += plan.lines_of_files(command.name, command.text, command.variables)
+        lines += plan.lines_of_files(command.name, command.files)
     lines += plan.lines_of_variables(os.environ)
     path = out / plan.PLAN
     if not path.exists():

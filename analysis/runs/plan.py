@@ -1,7 +1,9 @@
 """The plan of a call of ab.py: its commands, the files that they name, and inherited variables.
 
 OUT/plan.txt stores the plan. A later call in the same folder continues only if its plan is the
-same. OUT/verdict.txt stores flags that may differ between calls, as given in the last call.
+same. What a command imports or calls is not in the plan: `unchecked` describes it, and reports of
+this project's scripts record it (`contents`). OUT/verdict.txt stores flags that may differ between
+calls, as given in the last call.
 """
 
 import contextlib
@@ -17,30 +19,24 @@ from typing import NamedTuple
 from analysis.runs.verdicts import Design
 from harness import files
 from harness.cli import cut
-from harness.contents import harness, is_installed, modules, of_file, python_program
+from harness.contents import of_file
 from harness.report import shown, without_secrets
 
 PLAN, VERDICT = "plan.txt", "verdict.txt"  # files in OUT
-ADDRESS = ("tcp://", "udp://")  # addresses of services, in variables that Kubernetes sets
 MAX_HASHED = 2**28  # bytes; of a larger file, the size and the time of modification are compared
-PYTHONPATH = "PYTHONPATH="  # sets the variable in a command
 FILE = "file of "
 INHERITED = "inherited variable "
 MOST_NAMED = 6  # maximum number of differences in a message
-# Inherited variables that change between shells or jobs, and are ignored: those of terminals,
-# sessions, jobs and CI runs, and of temporary folders
-TRANSIENT = re.compile(
-    r"_|SHLVL|PWD|OLDPWD|PS\d|.*PROMPT.*|HOSTNAME|MAIL|HIST.*|LESS.*|LS_COLORS"
-    r"|(TERM|TMUX|KITTY|VTE|KONSOLE|GNOME|ITERM|LC_TERMINAL|VSCODE|WT|ALACRITTY|ZELLIJ)(_.*)?"
-    r"|(TERMINAL|GHOSTTY|WEZTERM)_.*|COLORTERM|COLORFGBG|INSIDE_EMACS"
-    r"|COLUMNS|LINES|WINDOW(ID)?|STY|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY"
-    r"|(SSH|DBUS|GPG|SUDO|SYSTEMD)_.*|SESSION_MANAGER|DESKTOP_SESSION|GDMSESSION|KRB5CCNAME"
-    r"|XDG_(SESSION|RUNTIME|SEAT|VTNR|CURRENT|DATA_DIRS|MENU|GREETER).*"
-    r"|INVOCATION_ID|JOURNAL_STREAM|PYTEST_.*"
-    r"|(SLURM|SRUN|PBS|PALS|LSB|FLUX|COBALT|OAR|SGE|TORCHELASTIC)_.*|JOB_ID|TASK_ID|MASTER_PORT"
-    r"|(GITHUB|RUNNER|ACTIONS|CI|GITLAB|BUILD|BUILDKITE|JENKINS|HUDSON|KUBERNETES)_.*"
-    r"|.*_SERVICE_(HOST|PORT).*|.*_PORT_\d+_(TCP|UDP).*"
-    r"|TMP|TEMP|TEMPDIR|(.*_)?TMPDIR"
+# Inherited variables that are not compared, because they differ between shells, sessions and jobs.
+# docs/compare.md lists them. These are whole names: a prefix may belong to a program of the user.
+IGNORED = (
+    *("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "HOSTNAME", "TMPDIR"),
+    *("TERM", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TERM_SESSION_ID", "COLORTERM", "WINDOWID"),
+    *("TMUX", "TMUX_PANE", "STY", "WINDOW", "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY"),
+    *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "XDG_SESSION_ID"),
+    *("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "INVOCATION_ID", "JOURNAL_STREAM"),
+    *("KRB5CCNAME", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID", "SLURM_STEPID"),
+    *("SLURM_TASK_PID", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"),
 )
 
 
@@ -51,6 +47,7 @@ class Verdict(NamedTuple):
     ignore_key: list[str]
     allow_disturbed: bool
     is_like_with_like: bool  # A was compared with itself
+    unchecked: Sequence[str] = ()  # not a flag: what may have changed unnoticed; see `unchecked`
 
     def design(self, runs: int, interleave: bool) -> Design:
         """Return how pairs of runs are compared. runs: number of pairs that a verdict requires."""
@@ -62,26 +59,17 @@ class Verdict(NamedTuple):
         (out / VERDICT).write_text(json.dumps(self._asdict()) + "\n")
 
 
-def lines_of_files(name: str, text: str, variables: Mapping[str, str]) -> list[str]:
-    """One line per file that a command names, with a hash of its content.
-
-    name: the name of the command. text: the command, as written in a shell. variables: the
-    environment variables that are set for it.
-    """
-    files = files_of(text, os.environ | variables)
+def lines_of_files(name: str, files: Mapping[str, Path]) -> list[str]:
+    """Return one line per file of a command, with a hash of its content."""
     return [f"{FILE}{name}: {state_of(file)} {shown(label)}" for label, file in files.items()]
 
 
 def lines_of_variables(environ: Mapping[str, str]) -> list[str]:
-    """One line per inherited variable that may affect a command.
+    """Return one line per inherited variable that is compared.
 
     Repeated entries of PATH are dropped; the order of its entries matters.
     """
-    kept = {
-        name: environ[name]
-        for name in sorted(environ)
-        if not TRANSIENT.fullmatch(name) and not environ[name].startswith(ADDRESS)
-    }
+    kept = {name: environ[name] for name in sorted(environ) if name not in IGNORED}
     if "PATH" in kept:
         kept["PATH"] = os.pathsep.join(dict.fromkeys(kept["PATH"].split(os.pathsep)))
     texts = without_secrets(kept)
@@ -92,33 +80,40 @@ def lines_of_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def files_of(text: str, environ: Mapping[str, str]) -> dict[str, Path]:
-    """The files that a command names, by the name that is used in messages.
+    """Return the files that a command names, by the name that is used in messages.
 
-    These are files among its arguments, programs on PATH, interpreters of scripts, and the local
-    modules of Python scripts, of `-m MODULE` and of MODULE:FUNCTION. The command may begin with
-    `env -C FOLDER PYTHONPATH=FOLDERS`, or be a script for a shell's -c.
+    These are its arguments and the values of its flags, programs on PATH, and the modules of
+    `-m MODULE` and MODULE:FUNCTION. They are looked up in the working directory, and in every
+    folder that the command names, such as that of `env -C FOLDER`, or that PYTHONPATH contains.
     """
     words = list(split(text))
-    before = ["", *words]
-    folders = [word for last, word in zip(before, words, strict=False) if last in ("-C", "cd")]
-    bases = [*filter(os.path.isdir, folders), ""]
-    given = [word.removeprefix(PYTHONPATH) for word in words if word.startswith(PYTHONPATH)]
-    entries = os.pathsep.join(given or [environ.get("PYTHONPATH", "")]).split(os.pathsep)
-    python_path = [os.path.join(base, entry) for entry in filter(None, entries) for base in bases]
+    parts = [part for word in words for part in parts_of(word)]
+    named = [entry for part in parts for entry in part.split(os.pathsep) if os.path.isdir(entry)]
+    python_path = environ.get("PYTHONPATH", "").split(os.pathsep)
+    bases = list(dict.fromkeys(["", *named, *python_path]))
+    names = [name for part in parts for name in (part, os.path.join(part, "__main__.py"))]
+    for last, word in zip(["", *words], [*words, ""], strict=True):
+        module, _, _ = word.partition(":")
+        if flag := re.fullmatch(r"-[A-Za-z]*m(.*)", last):  # -m MODULE, -um MODULE, -mMODULE
+            module = flag[1] or word
+        elif ":" not in word:
+            continue
+        if re.fullmatch(r"[A-Za-z_][\w.]*", module):
+            path = module.replace(".", os.sep)
+            names += [f"{path}.py", os.path.join(path, "__main__.py")]
+            names += [str(folder / "__init__.py") for folder in [Path(path), *Path(path).parents]]
     files: dict[str, Path] = {}
-    for last, word in zip(before, words, strict=False):
-        _, _, value = word.partition("=")
-        for candidate in filter(None, (word, value)):
-            for label, path in paths_of(candidate, bases, environ.get("PATH")).items():
-                files |= files_behind(label, path, python_path, environ.get("PATH"))
-        module, colon, _ = word.partition(":")
-        if last == "-m" or (colon and re.fullmatch(r"[A-Za-z_][\w.]*", module)):
-            files |= modules([module if colon else word], [*bases, *python_path])
+    for name in names:
+        found = [path for base in bases if os.path.isfile(path := os.path.join(base, name))]
+        files |= {path: Path(path) for path in found}
+        if not found and os.sep not in name:
+            program = shutil.which(name, path=environ.get("PATH"))
+            files |= {name: Path(program)} if program else {}
     return files
 
 
 def split(text: str) -> Iterator[str]:
-    """The words of a command, including those of a shell's -c '...'."""
+    """Yield the words of a command, including those of a shell's -c '...'."""
     for word in shlex.split(text):
         yield word
         if any(letter.isspace() for letter in word):
@@ -126,55 +121,60 @@ def split(text: str) -> Iterator[str]:
                 yield from shlex.split(word)
 
 
-def paths_of(word: str, bases: Sequence[str], path: str | None) -> dict[str, Path]:
-    """The regular files that a word names in these folders, or the program on PATH.
-
-    The last folder, which is the working directory, counts only if no other folder has the file.
-    """
+def parts_of(word: str) -> list[str]:
+    """Return the parts of a word that may be a path: x of `x`, `--flag=x`, `-fx` and `@x`."""
+    _, _, value = word.partition("=")
     if word.startswith("-"):
-        return {}
-    *inner, here = [os.path.join(base, word) for base in bases]
-    found = [name for name in inner if os.path.isfile(name)]
-    if not found and os.path.isfile(here):
-        found = [here]
-    if found:
-        return {name: Path(name) for name in found}
-    program = shutil.which(word, path=path) if os.sep not in word else None
-    return {word: Path(program)} if program else {}
+        found = [value, "" if word.startswith("--") else word[2:]]
+    else:
+        found = [word, value, word[1:] if word.startswith("@") else ""]
+    return list(filter(None, found))
 
 
-def files_behind(
-    label: str, path: Path, python_path: Sequence[str], search: str | None
-) -> dict[str, Path]:
-    """A file, the interpreters in its first line, and the local modules of a Python script."""
-    files = {label: path}
-    words = shebang(path)
+def unchecked(text: str, environ: Mapping[str, str]) -> str:
+    """Return what a command runs that its plan does not contain: `what run.sh calls`."""
+    paths = [path for label, path in files_of(text, environ).items() if path == Path(label)]
+    scripts = [path for path in paths if is_script(path) and path.name != "__init__.py"]
+    names = [path.name if path.is_absolute() else str(path) for path in scripts]
+    if not names:
+        return f"what `{' '.join(text.split())[:80]}` runs"
+    return f"what {cut(names)} {'call or import' if len(names) > 1 else 'calls or imports'}"
+
+
+def remarks_on(unchecked: Sequence[str]) -> list[str]:
+    """Return a remark for the verdict; none if all that ran was checked."""
+    return [f"not checked for changes: {'; '.join(unchecked)}"] if unchecked else []
+
+
+def is_script(path: Path) -> bool:
+    """Return whether a file is a script, by its suffix or its first two characters."""
+    if path.suffix in (".py", ".sh"):
+        return True
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(2) == b"#!"
+    return False
+
+
+def watched_files(words: Sequence[str]) -> dict[str, Path]:
+    """Return the files of --watch, and all files below its folders, except hidden ones.
+
+    Raises ValueError if there is no such file or folder.
+    """
+    files: dict[str, Path] = {}
     for word in words:
-        if interpreter := shutil.which(word, path=search):
-            files[word] = Path(interpreter)
-    if path.suffix == ".py" or any("python" in word for word in words):
-        folder = path.resolve().parent
-        entries = [str(folder), *python_path]
-        imported = {} if is_installed(str(folder)) else python_program(path, entries)
-        files |= {name: file for name, file in imported.items() if file != path}
-        if folder.name == "benchmarks" and (folder.parent / "common").is_dir():  # a checkout
-            root = folder.parent
-            files |= {f"{root}/{name}": file for name, file in harness(root).items()}
+        path = Path(word)
+        if not path.exists():
+            raise ValueError(f"--watch: expected a file or a folder, but there is no {word}")
+        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for each in found:
+            inner = each.relative_to(path).parts
+            if each.is_file() and not any(part.startswith((".", "__pycache__")) for part in inner):
+                files[str(each)] = each
     return files
 
 
-def shebang(path: Path) -> list[str]:
-    """The words after #! in the first line of a script; [] for any other file."""
-    try:
-        with path.open("rb") as file:
-            first = file.readline(200)
-    except OSError:
-        return []
-    return first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
-
-
 def state_of(path: Path) -> str:
-    """A text that changes with the content: a hash; for a very large file, size and time."""
+    """Return a text that changes with the content: a hash; for a very large file, size and time."""
     try:
         state = path.stat()
     except OSError:
@@ -185,18 +185,17 @@ def state_of(path: Path) -> str:
 
 
 def is_code(path: Path) -> bool:
-    """Whether a file is a program, as opposed to data that the command may write."""
-    return path.suffix in (".py", ".sh") or os.access(path, os.X_OK) or bool(shebang(path))
+    """Return whether a file is a program, as opposed to data that the command may write."""
+    return is_script(path) or os.access(path, os.X_OK)
 
 
-def edited_programs(plan: Path, name: str, text: str, variables: Mapping[str, str]) -> list[str]:
-    """The programs of a command that have changed since the plan was written."""
+def edited(plan: Path, name: str, files: Mapping[str, Path]) -> list[str]:
+    """Return the files of a command that have changed since the plan was written."""
     before = states_of_files(read_lines(plan))
-    files = files_of(text, os.environ | variables)
     return [
         label
         for label, file in files.items()
-        if is_code(file) and before.get((name, shown(label)), "") not in ("", state_of(file))
+        if before.get((name, shown(label)), "") not in ("", state_of(file))
     ]
 
 

@@ -149,6 +149,7 @@ class Comparison:
     base: Sequence[Run]
     test: Sequence[Run]
     design: Design
+    remarks: list[str] = field(default_factory=list)  # printed below the table
 
     @property
     def left_out(self) -> dict[str, str]:

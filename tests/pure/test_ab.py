@@ -23,7 +23,7 @@ from tests.pure.tables import check_pair
 
 # writes a report of 24 blocks to --json; waits for its turn before each block if there are pipes
 COMMAND = """
-import json, os, subprocess, sys, time
+import json, os, random, subprocess, sys, time
 seconds, mode = float(sys.argv[1]), sys.argv[2]
 path = sys.argv[sys.argv.index("--json") + 1]
 number, out = int(os.path.basename(path)[:2]), os.path.dirname(os.path.dirname(path))
@@ -40,7 +40,8 @@ log = open(out + "/order", "a")
 times = []
 for block in range(12 if mode == "short" else 24):
     print(sys.argv[1], "begins", file=log, flush=True)
-    times += [seconds * (1 + 0.001 * ((7 * number + block) % 5))] * 2
+    noise = random.gauss(0, 1e-6)  # equal samples would be copies of one run
+    times += [seconds * (1 + 0.001 * ((7 * number + block) % 5) + noise)] * 2
     print(sys.argv[1], "ends", file=log, flush=True)
     if mode == "fail" and block == 3:
         sys.exit("a reason to fail")
@@ -112,16 +113,19 @@ def test_abba_and_resume(out: Path) -> None:
 
 
 def test_an_edited_program_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands are the same, but the file, an imported module or a variable has changed."""
-    script = out.parent / "fake.py"
-    script.write_text(f"import helper\n{COMMAND}")
-    helper = out.parent / "helper.py"
+    """The commands are the same, but a program, a watched file or a variable has changed."""
+    script, helper = out.parent / "fake.py", out.parent / "helper.py"
     helper.write_text("")
     monkeypatch.setenv("HF_TOKEN", "hunter2")
-    flags = flags_of(out, "0.1 x", "0.1 y", "--runs", "2")
-    assert run("ab.py", *flags).returncode == 0
+    flags = flags_of(out, "0.1 x", "0.1 y", "--runs", "2", "--watch", str(helper))
+    done = run("ab.py", *flags)
+    assert done.returncode == 0, done.stderr
     assert "hunter2" not in (out / "plan.txt").read_text()
-    assert run("ab.py", *flags).returncode == 0  # nothing was edited
+    remark = "not checked for changes: what fake.py calls or imports"
+    assert done.stderr.splitlines()[0] == f"{remark}; --watch FILE adds files"
+    assert f"\n# 1 same [2 pairs]\n# {remark}\n" in done.stdout
+    monkeypatch.setenv("SSH_TTY", "/dev/pts/7")  # another shell
+    assert run("ab.py", *flags).stdout == done.stdout  # nothing was edited
 
     def refused() -> str:
         done = run("ab.py", *flags)
@@ -134,11 +138,28 @@ def test_an_edited_program_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch
         path.write_text(f"{before}\n# edited\n")
         assert f"{path.name} has changed; choose another --out" in refused()
         path.write_text(before)
-    monkeypatch.setenv("F", "2")
-    assert ": F was unset, is 2 now; choose another --out" in refused()
-    monkeypatch.delenv("F")
-    monkeypatch.setenv("SSH_TTY", "/dev/pts/7")  # another shell
-    assert run("ab.py", *flags).returncode == 0
+    monkeypatch.setenv("CI_F", "2")
+    assert ": CI_F was unset, is 2 now; choose another --out" in refused()
+
+
+def test_reports_with_other_contents_are_refused(out: Path) -> None:
+    """Of a command whose reports record what ran. Nothing is then said to be unchecked."""
+    (out.parent / "fake.py").write_text(
+        COMMAND.replace(
+            '{"variables":', '{"contents": {"m": open(out + "/m").read()}, "variables":'
+        )
+    )
+    flags = flags_of(out, "0.1 x", "0.1 y", "--runs", "2", "--allow-disturbed")
+    out.mkdir()
+    (out / "m").write_text("1")
+    done = run("ab.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "not checked" not in done.stdout
+    (out / "m").write_text("2")
+    (out / "b" / "02.jsonl").unlink()
+    done = run("ab.py", *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "so the environments differ; move one of the reports elsewhere" in done.stderr
 
 
 def test_a_program_that_is_edited_between_two_runs(out: Path) -> None:
@@ -186,7 +207,9 @@ def test_a_command_against_itself(out: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^case +BASE .* interval +smallest change\n", done.stdout, re.M)
     # the times of fake.py depend only on the round
-    assert re.search(r"^x +100.2 ms +100.2 ms +1.00x +1.000 to 1.000 +0%$", done.stdout, re.M)
+    assert re.search(
+        r"^x +100.2 ms +100.2 ms +1.00x +1.000 to 1.000 +0\.000\d+%$", done.stdout, re.M
+    )
     assert "# smallest change: 4 runs per side detect it in 9 of 10 comparisons" in done.stdout
     words = (*words, "--format", "json")
     as_json = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
@@ -217,6 +240,7 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
     flags = flags_of(out, "0.1 hang", "0.1 hang", "--runs", "3", *more)
     command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags]
     process = psutil.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stderr.readline().startswith("not checked for changes: what fake.py")
     assert process.stderr.readline().startswith("round 1 of 3 took")
     while len(started := process.children()) < (2 if more else 1):
         assert process.is_running()
@@ -235,7 +259,7 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
     (out / "go on").touch()
     again = run("ab.py", *flags, "--allow-disturbed")
     assert again.returncode == 0, again.stderr
-    rounds = [line.partition("; ")[0] for line in again.stderr.splitlines()]
+    _, *rounds = [line.partition("; ")[0] for line in again.stderr.splitlines()]
     assert rounds[0] == "round 1 of 3 is already complete"
     assert [line[:18] for line in rounds[1:]] == [f"round {n} of 3 took " for n in (2, 3)]
     assert "; 2 rounds take about " in again.stderr  # the rounds that this call has to run
@@ -244,6 +268,7 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
 def test_a_command_ends_with_ab_that_is_killed(out: Path) -> None:
     command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags_of(out, "0.1 hang", "0.1 hang")]
     with psutil.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stderr.readline().startswith("not checked for changes: what fake.py")
         assert process.stderr.readline().startswith("round 1 of 6 took")
         while not (started := process.children()):
             assert process.is_running()

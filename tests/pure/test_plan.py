@@ -1,84 +1,126 @@
 """analysis/runs/plan.py: the files and variables that the commands of ab.py depend on."""
 
 import os
-import shlex
 from pathlib import Path
 
 import pytest
 
 from analysis.runs import plan
+from analysis.runs.commands import Command, open_plan
 from tests.process import ROOT
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory. `tool` and its interpreter are on PATH."""
+    """The working directory. `tool` is on PATH."""
     monkeypatch.chdir(tmp_path)
     for name, text in {
-        "bin/tool": "#!/usr/bin/env mypython -u\n",
-        "bin/mypython": "#!/bin/sh\n",
-        "train.py": "import helper\n",
-        "helper.py": "import lib\n",
-        "path/lib.py": "",
+        "bin/tool": "#!/usr/bin/env python\n",
+        "train.py": "",
         "config.yaml": "",
         "there/train.py": "",
+        "path/lib.py": "",
         "models/nets.py": "",
+        "app/__init__.py": "",
+        "app/__main__.py": "",
+        "app/inner/__main__.py": "",
+        "run": "#!/bin/sh\n",
     }.items():
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text)
-        path.chmod(0o755 if name.startswith("bin/") else 0o644)
+        path.chmod(0o755 if name.startswith("bin/") or name == "run" else 0o644)
     return tmp_path
 
 
-def files(folder: Path, text: str, **more: str) -> dict[str, str]:
-    """The files that a command depends on: label -> path relative to the folder."""
-    environ = {"PATH": f"{folder}/bin", "PYTHONPATH": f"{folder}/path"} | more
-    found = plan.files_of(text, environ)
-    return {label: os.path.relpath(path, folder) for label, path in found.items()}
+APP = ["app/__init__.py", "app/__main__.py"]
 
 
-def test_files_that_a_command_depends_on(folder: Path) -> None:
-    """Arguments, values of flags, programs and their interpreters, modules, -c of a shell."""
-    env = os.path.relpath("/usr/bin/env", folder)
-    tool = {"tool": "bin/tool", "mypython": "bin/mypython", "/usr/bin/env": env}
-    helper = {"helper.py": "helper.py", "lib.py": "path/lib.py"}
-    train = {"train.py": "train.py", **helper}
-    assert files(folder, "tool train.py --iters 3 x") == tool | train
-    config = {"config.yaml": "config.yaml"}
-    assert files(folder, "A=1 tool --config=config.yaml 'a b' '\"'") == tool | config
-    assert files(folder, "x -c 'A=1 tool train.py && y'") == tool | train
-    assert files(folder, "x -m helper") == helper
-    assert files(folder, "x --model models.nets:make?batch=16") == {
-        "models/nets.py": "models/nets.py"
-    }
-    assert files(folder, "env -C there x train.py") == {"there/train.py": "there/train.py"}
-    nets = {"nets.py": "models/nets.py"}
-    assert files(folder, "env PYTHONPATH=models:path x -m nets") == nets
-    assert files(folder, "x https://host:80/y -m torch.distributed.run") == {}
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tool train.py --iters 3 x", ["bin/tool", "train.py"]),
+        ("A=1 tool --config=config.yaml 'a b' '\"'", ["bin/tool", "config.yaml"]),
+        ("x -c 'A=1 tool train.py && y'", ["bin/tool", "train.py"]),
+        ("x -fconfig.yaml @train.py", ["config.yaml", "train.py"]),
+        ("x -m app", APP),
+        ("x -mapp", APP),
+        ("x -um app", APP),
+        ("x app", ["app/__main__.py"]),
+        ("x app/", ["app/__main__.py"]),
+        ("x -m app.inner", ["app/__init__.py", "app/inner/__main__.py"]),
+        ("x -m lib", ["path/lib.py"]),
+        ("env PYTHONPATH=models:path x -m nets", ["models/nets.py"]),
+        ("x --model models.nets:make?batch=16", ["models/nets.py"]),
+        ("env -C there x train.py", ["there/train.py", "train.py"]),
+        ("env --chdir=there x train.py", ["there/train.py", "train.py"]),
+        ("cd there && x train.py", ["there/train.py", "train.py"]),
+        ("x https://host:80/y -m torch.distributed.run", []),
+    ],
+)
+def test_files_that_a_command_names(folder: Path, text: str, expected: list[str]) -> None:
+    environ = {"PATH": f"{folder}/bin", "PYTHONPATH": f"{folder}/path"}
+    found = [os.path.relpath(path, folder) for path in plan.files_of(text, environ).values()]
+    assert sorted(found) == sorted(expected)
 
 
-def test_a_script_of_this_project_depends_on_the_harness(folder: Path) -> None:
-    named = plan.files_of(shlex.join(["x", f"{ROOT}/benchmarks/collectives.py"]), {"PATH": ""})
-    assert f"{ROOT}/common/timing.py" in named
-    assert f"{ROOT}/benchmarks/workloads/operations.py" in named
-    assert not [label for label in named if label.endswith("ddp_sweep.py")]
+@pytest.mark.parametrize(
+    ("text", "edited", "expected"),
+    [
+        ("python -m app", "app/__main__.py", "app/__main__.py has changed"),
+        ("python -mtrain", "train.py", "train.py has changed"),
+        ("python app", "app/__main__.py", "app/__main__.py has changed"),
+        ("env --chdir=app python __main__.py", "app/__main__.py", "app/__main__.py has changed"),
+        ("python train.py", "path/lib.py", "what train.py calls or imports"),
+        ("python -um app", "path/lib.py", "what app/__main__.py calls or imports"),
+        ("./run x", "train.py", "what run calls or imports"),
+        ("sh run there/train.py", "train.py", "what run, there/train.py call or import"),
+        ("python -c 'import train'", "train.py", "what `python -c 'import train'` runs"),
+        ("make measure", "train.py", "what `make measure` runs"),
+        (f"python {ROOT}/benchmarks/collectives.py", "train.py", ""),  # its reports have contents
+    ],
+)
+def test_an_edit_is_found_or_said_to_be_unchecked(
+    folder: Path, text: str, edited: str, expected: str
+) -> None:
+    def second_call(*watched: str) -> str:
+        (folder / edited).write_text("")
+        command = Command("a", text, {}, folder / f"out{len(watched)}" / "a", None, watched)
+        with open_plan(command.folder.parent, [command], {}):
+            assert not list(command.folder.iterdir())
+        (folder / edited).write_text("edited")
+        try:
+            with open_plan(command.folder.parent, [command], {}):
+                return command.unchecked
+        except ValueError as error:
+            return str(error)
+
+    assert expected in second_call()
+    if "changed" not in expected:
+        assert second_call() == expected
+        assert f"{edited} has changed" in second_call(edited)
+
+
+def test_watched_folders(folder: Path) -> None:
+    (folder / "app" / ".hidden").touch()
+    watched = plan.watched_files(["app", "config.yaml"])
+    assert list(watched) == [*APP, "app/inner/__main__.py", "config.yaml"]
+    with pytest.raises(ValueError, match="--watch: expected a file or a folder, but there is no a"):
+        plan.watched_files(["a"])
 
 
 def test_variables_that_count() -> None:
-    """Variables of shells and jobs do not count. Repeated entries of PATH are dropped."""
-    passing = ["SSH_TTY", "TERM", "SLURM_JOB_ID", "XDG_SESSION_ID", "TMPDIR", "_", "VENV_PROMPT"]
-    environ = dict.fromkeys(passing, "x") | {"A_PORT": "tcp://10.0.0.1:80"}
+    """Only whole names are ignored: prefixes may be a user's. Entries of PATH count once."""
+    environ = dict.fromkeys(["SSH_TTY", "TERM", "SLURM_JOB_ID", "TMPDIR", "_"], "x")
     assert plan.lines_of_variables(environ) == []
-    environ |= {"PATH": "/b:/a:/b", "LD_PRELOAD": "x.so", "TERMINUS": "1", "NCCL_PORT": "5"}
-    environ["FUNCTION"] = "() {\n}"
-    assert plan.lines_of_variables(environ) == [
-        "inherited variable FUNCTION='() {\\n}'",
-        "inherited variable LD_PRELOAD=x.so",
-        "inherited variable NCCL_PORT=5",
-        "inherited variable PATH=/b:/a",
-        "inherited variable TERMINUS=1",
-    ]
+    users = ["BUILD_TYPE", "CI_X", "SSH_X", "LESSX", "X_TMPDIR", "RUNNER_X", "SLURM_X"]
+    environ |= dict.fromkeys(users, "1") | {"A_PORT": "tcp://10.0.0.1:80"}
+    environ |= {"PATH": "/b:/a:/b", "FUNCTION": "() {\n}"}
+    lines = plan.lines_of_variables(environ)
+    names = [line.removeprefix("inherited variable ").partition("=")[0] for line in lines]
+    assert names == sorted([*users, "A_PORT", "PATH", "FUNCTION"])
+    assert "inherited variable PATH=/b:/a" in lines
+    assert "inherited variable FUNCTION='() {\\n}'" in lines
 
 
 def test_differences_between_a_call_and_a_plan() -> None:

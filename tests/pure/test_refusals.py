@@ -215,7 +215,11 @@ MISTAKES = [
     ("ab", "--a x --out=", "expected a folder, got ''; e.g. --out"),
     ("ab", "--a x --b-env X --out ab", "expected NAME=VALUE, got 'X'"),
     ("ab", "--a 'python3 \"x' --out ab", "No closing quotation"),
-    ("ab", "--a no-such-program --out ab", "No such file or directory: 'no-such-program'"),
+    (
+        "ab",
+        "--a no-such-program --out ab",
+        "expected a program that can be run, got 'no-such-program'",
+    ),
     ("ab", "--a 'X=1 cmd' --out ab", "'X=1'; to set a variable, write env X=1 ..."),
     ("ab", "--a x --b y --b z --out ab", "expected one command B, quoted as one argument, got 2"),
     ("ab", "--a x --out ab --unit ms", "--unit requires --step"),
