@@ -244,10 +244,7 @@ class Benchmark:
         measured_on = self.job.broadcast(collected)
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
-        try:
-            environment.refuse_differences(self.job, measured_on, contents.loaded(), tested)
-        except Refused as error:
-            self.refuse(str(error))
+        environment.refuse_differences(self.job, measured_on, contents.loaded(), tested)
         # Added to every key. Those of rank 0, because under RPC the servers and the trainers may be
         # on different devices.
         place = {"device": self.job.device.type, "backend": self.job.backend}
@@ -255,6 +252,7 @@ class Benchmark:
         self.print(environment.preamble(measured_on))
         for kind in kinds:
             self.observers.append(kind(self))
+        self.is_report_open = False
         self.replaced: str | None = None  # new path of an older report
         self.done: list[Key] = []  # cases of a resumed report that need not be measured again
 
@@ -262,11 +260,9 @@ class Benchmark:
         """Start or resume the report. All ranks call it once all modules of the models have been
         imported, since their contents are part of the first line."""
         loaded = self.report.environment["contents"] = contents.loaded()
-        try:
-            environment.refuse_other_files(self.job, self.report.environment, loaded)
-        except Refused as error:
-            self.refuse(str(error))
+        environment.refuse_other_files(self.job, self.report.environment, loaded)
         self.replaced = self.prepare("--json", self.start_report)
+        self.is_report_open = True
         if self.replaced:
             self.print(f"# the existing report was moved to {self.replaced}")
         for start in sorted({case.measured_at for case in self.report.cases}):
@@ -292,6 +288,8 @@ class Benchmark:
         result, problem = None, None
         try:
             result = make()
+        except LostPeer:  # an OSError, too
+            raise
         except OSError as error:
             status = 1 if error.errno in DISK_FAILED else 2
             file = f" {error.filename}" if error.filename else ""
@@ -611,7 +609,20 @@ class Benchmark:
         All ranks call it, or only rank 0: the launcher then ends the others.
         """
         self.stop_observers()
+        self.discard_empty_report()
         cli.refuse(problem, status)
+
+    def discard_empty_report(self) -> None:
+        """Remove the report that this run has started if it has no case. The report that it
+        replaced gets its name back. A report to resume is left as it is."""
+        path = self.report.path
+        if not self.is_report_open or path in (None, "-") or self.report.cases or self.args.resume:
+            return
+        with contextlib.suppress(OSError):
+            if self.replaced:
+                os.replace(self.replaced, os.path.realpath(path))
+            else:
+                os.unlink(path)
 
     def __enter__(self) -> "Benchmark":
         return self
@@ -620,6 +631,8 @@ class Benchmark:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, Refused | NotArrived | LostPeer):
             self.stop_observers()
+            if isinstance(error, Refused):
+                self.discard_empty_report()
             raise error
         if error is not None:
             self.stop_observers()
@@ -704,6 +717,8 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
     """The lines that a method of an observer returns, or a line about its exception."""
     try:
         return call(*given)
+    except LostPeer:
+        raise
     except Exception as error:
         return [f"{type(observer).__name__}: {cli.describe(error)}"]
 

@@ -35,6 +35,19 @@ def test_the_same_cases_are_written_without_the_folder(
     assert len(without) == 2
 
 
+@pytest.mark.faults
+def test_without_the_folder_torch_ends_a_hang(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """Rank 1 is stopped in a case. The groups have the timeout of the run."""
+    for folder in ("benchmarks", "common", "harness"):
+        ignored = shutil.ignore_patterns("observe")
+        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder, ignore=ignored)
+    script = str(tmp_path / "checkout" / "benchmarks" / "ddp_sweep.py")
+    run = bench(script, *SHORT, "--timeout", "10", inject="stops")
+    assert run.status == 1
+    assert "lost a peer" in run.reason
+    assert [case.name for case in run.report.cases] == ["no ddp"]
+
+
 class Broken(benchmark.Observer):
     def row(self, case: Case, seen: list[Any]) -> list[str]:
         raise KeyError("row")

@@ -192,3 +192,28 @@ def test_an_unchecked_case_is_measured_again() -> None:
     assert benchmark.counts_as_done(Case(key={}, ranks=[]), object())  # type: ignore[arg-type]
     failed = Case(key={}, ranks=[], check="failed: why")
     assert not benchmark.counts_as_done(failed, Mock(check=0))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_refused_run_leaves_no_empty_report(is_replaced: bool, tmp_path: Path) -> None:
+    """Also if it is refused after the report was opened, such as for --paths. The report of an
+    earlier run keeps its name."""
+    path = tmp_path / "r.jsonl"
+    bench: Any = Mock(args=Mock(resume=False), is_report_open=False, replaced=None)
+    bench.report = Report("x", {}, str(path))
+    if is_replaced:
+        path.write_text('{"schema": "torchrun-bench/3", "benchmark": "x", "environment": {}}\n')
+    before = path.read_text() if is_replaced else None
+    Benchmark.discard_empty_report(bench)  # not yet started
+    assert path.exists() == is_replaced
+    bench.replaced, bench.is_report_open = bench.report.start(), True
+    Benchmark.discard_empty_report(bench)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["r.jsonl"] * is_replaced
+    assert not is_replaced or path.read_text() == before
+    for file in bench.report.files:
+        file.close()
+    bench.report = Report("x", {}, str(path))
+    bench.replaced = bench.report.start()
+    bench.report.add(Case(key={}, name="a", ranks=[0], metrics={}))
+    Benchmark.discard_empty_report(bench)
+    assert '"name": "a"' in path.read_text()
