@@ -317,7 +317,7 @@ class Benchmark:
             observer.phase(what, ahead)
 
     def complete_key(self, key: Key, ranks: int) -> Key:
-        """The key with the device, backend, world_size and number of ranks, unless it has them."""
+        """Return the key with device, backend, world_size and ranks, unless it has them."""
         return self.place | {"ranks": ranks} | key
 
     def announce(self, tables: Mapping[str, Sequence[Planned]]) -> None:
@@ -526,8 +526,8 @@ class Benchmark:
     def begin_table(
         self, title: str, columns: Columns, answer: Answer | None = None, table: Table | None = None
     ) -> Iterator[Table]:
-        """A table, as a context manager: its rows are the cases measured in the block. All ranks
-        call it.
+        """Return a table as a context manager. Its rows are the cases measured in the block. All
+        ranks call it.
 
         columns: header -> function from a case to a cell, most important columns first: a terminal
         shows as many as fit (all with --wide), and a line below counts the others. answer: makes
@@ -582,7 +582,7 @@ class Benchmark:
         return case
 
     def mark(self, case: Case) -> str:
-        """When and where an earlier run measured the case; "" if this run measured it."""
+        """Return when and where an earlier run measured the case; "" if this run measured it."""
         return case.measured if self.report.is_earlier(case) else ""
 
     def print(self, text: str) -> None:
@@ -666,8 +666,8 @@ class Benchmark:
         return self.measure_load() if self.measure_load else []
 
     def disturbed(self) -> Others | None:
-        """CPU use by other processes so far, on the node where it was largest. None if it was at
-        most a tenth of the cores, or if it is not recorded. All ranks call it."""
+        """Return the CPU use by other processes so far, on the node where it was largest. None if
+        it was at most a tenth of the cores, or if it is not recorded. All ranks call it."""
         busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
         return self.job.broadcast(busiest if busiest and busiest.fraction > BUSY else None)
 
@@ -714,7 +714,7 @@ class Benchmark:
 
 
 def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> list[str]:
-    """The lines that a method of an observer returns, or a line about its exception."""
+    """Return the lines of a method of an observer, or a line about its exception."""
     try:
         return call(*given)
     except LostPeer:
@@ -724,7 +724,8 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
 
 
 def report_lines(path: str | None, replaced: str | None) -> list[str]:
-    """The path of the report and the next commands. replaced: new path of an older report."""
+    """Return lines with the path of the report and the next commands. replaced: new path of an
+    older report."""
     if not path or path == "-":
         return []
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
@@ -736,7 +737,7 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
 
 
 def analysis_command(script: str, *words: str) -> str:
-    """The command that runs a script of analysis/ from the current folder."""
+    """Return the command that runs a script of analysis/ from the current folder."""
     file = str(cli.ROOT / "analysis" / script)
     return shlex.join(["python", min(relative_path(file), file, key=len), *words])
 
@@ -748,7 +749,7 @@ def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
 
 
 def marked(row: str, mark: str, max_width: int | None) -> str:
-    """A row with a mark appended, or on the next line if the row becomes too long."""
+    """Return a row with a mark appended, or on the next line if the row becomes too long."""
     if not mark:
         return row
     text = row.rstrip("\n")
@@ -783,15 +784,15 @@ def folded(text: str, max_width: int | None, mark: str = "# ") -> str:
 
 
 def terminal_width() -> int | None:
-    """The width in characters, from COLUMNS or the terminal. None if stdout is not a terminal, or
-    is one without a size: mpirun creates those, and may forward their output to a file."""
+    """Return the width in characters, from COLUMNS or the terminal. None if stdout is not a
+    terminal, or is one without a size: mpirun creates those, and may forward their output."""
     if not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
 
 
 def relative_path(path: str) -> str:
-    """The path relative to the working directory; unchanged if that directory was removed."""
+    """Return the path relative to the working directory; unchanged if that was removed."""
     try:
         return os.path.relpath(path)
     except FileNotFoundError:

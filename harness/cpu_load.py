@@ -25,7 +25,7 @@ class Others(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """The fraction of the job's cores, 0 to 1."""
+        """Return the fraction of the job's cores, 0 to 1."""
         return self.busy / self.cores
 
 
@@ -59,40 +59,43 @@ class CpuLoad:
         return Counters(time.monotonic(), busy_seconds(self.cores), job_seconds(self.job))
 
     def of_others(self) -> Others:
-        """The average since construction. Waits until LEAST_S have passed since then."""
+        """Return the average since construction. Waits until LEAST_S have passed since then."""
         time.sleep(max(0.0, self.start.at_s + LEAST_S - time.monotonic()))
         return self.mean(*spent(self.start, self.read()))
 
     def mean(self, wall_s: float, others_s: float) -> Others:
-        """The average over a period of wall-clock time in which other processes used this CPU time.
-        Limited to the number of cores, because clock and counters are not read simultaneously."""
+        """Return the average over a period of wall-clock time in which other processes used this
+        CPU time. At most the number of cores: clock and counters are not read simultaneously."""
         busy = min(max(0.0, others_s) / wall_s, len(self.cores))
         return Others(round(busy, 2), len(self.cores))
 
 
 def spent(start: Counters, end: Counters) -> tuple[float, float]:
-    """Wall-clock seconds, and CPU seconds of other processes, between two readings."""
+    """Return wall-clock seconds, and CPU seconds of other processes, between two readings."""
     others_s = end.busy_s - start.busy_s - (end.job_s - start.job_s)
     return end.at_s - start.at_s, others_s
 
 
 def launcher_of(process: psutil.Process) -> psutil.Process:
-    """The process that started the ranks of this node: the first ancestor that is not a shell, or
-    the last ancestor."""
+    """Return the process that started the ranks of this node: the first ancestor that is not a
+    shell, or the last ancestor."""
     ancestors = process.parents() or [process]
     return next((each for each in ancestors if each.name() not in SHELLS), ancestors[-1])
 
 
 def busy_seconds(cores: Sequence[int]) -> float:
-    """Busy time of these cores since boot, in seconds. It includes time that a hypervisor gave to
-    other machines (steal), but not interrupts, many of which serve the job's own messages."""
+    """Return the busy time of these cores since boot, in seconds.
+
+    It includes time that a hypervisor gave to other machines (steal), but not interrupts, many of
+    which serve the job's own messages.
+    """
     times = psutil.cpu_times(percpu=True)
     spent = [times[core] for core in cores]
     return sum(core.user + core.nice + core.system + core.steal for core in spent)
 
 
 def job_seconds(root: psutil.Process) -> float:
-    """CPU time of a process and all its descendants, including ended ones, in seconds."""
+    """Return the CPU time of a process and its descendants, including ended ones, in seconds."""
     seconds = 0.0
     with suppress(psutil.Error):
         for process in [root, *root.children(recursive=True)]:

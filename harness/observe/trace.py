@@ -123,8 +123,10 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
         slowdown, words = traces[slowest].get("slowdown", 1.0), ""
         if slowdown > SLOW:
             own_s, profiled_s = map(show_seconds, traces[slowest]["step_s"])
-            words = f"; under the profiler a step of rank {slowest} took {profiled_s} instead of "
-            words += f"{own_s}, {slowdown:.2f} times as long"
+            words = (
+                f"; under the profiler a step of rank {slowest} took {profiled_s} instead of "
+                f"{own_s}, {slowdown:.2f} times as long"
+            )
         lines.append(f"trace of rank {cut(written)}: {file}{words}")
     return lines
 
