@@ -683,7 +683,10 @@ class Benchmark:
         if path and path != "-" and not os.path.exists(path):
             self.fail(f"--json {path}: the report was removed during the run")
             path = None
-        lines += [f"# {line}" for line in [*self.commands, *report_lines(path, self.replaced)]]
+        lines += [
+            f"# {line}"
+            for line in [*self.commands, *report_lines(path, self.replaced, self.report)]
+        ]
         lines.append(f"# elapsed {cli.duration(time.monotonic() - cli.STARTED_S)}")
         self.print("\n" + "\n".join(lines))
         loads = self.load_of_others()
@@ -723,17 +726,29 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
         return [f"{type(observer).__name__}: {cli.describe(error)}"]
 
 
-def report_lines(path: str | None, replaced: str | None) -> list[str]:
+def report_lines(path: str | None, replaced: str | None, report: Report) -> list[str]:
     """Return lines with the path of the report and the next commands. replaced: new path of an
-    older report."""
+    older report, with which this one is compared if they have a case in common."""
     if not path or path == "-":
         return []
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
     if replaced:
         before = relative_path(replaced)
         command = analysis_command("compare.py", before, "--test", path)
-        lines.append(f"previous report {before}; to compare: {command}")
+        compare = f"; to compare: {command}" if has_common_case(replaced, report) else ""
+        lines.append(f"previous report {before}{compare}")
     return lines
+
+
+def has_common_case(path: str, report: Report) -> bool:
+    """Return whether a case passed in both this report and the one at `path`."""
+    try:
+        old = load(path, lambda _, case: case.samples_s.clear())
+    except (OSError, ValueError):
+        return False
+    passed = [case.key for case in old.cases if not case.failed]
+    same = [case for case in report.cases if not case.failed and case.key in passed]
+    return bool(same) and old.benchmark == report.benchmark
 
 
 def analysis_command(script: str, *words: str) -> str:
