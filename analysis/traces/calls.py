@@ -338,6 +338,8 @@ def sentence(
         return f"in {late_steps(rank)} of {count} step{'s' * (count > 1)}"
 
     def ms(rank: int) -> str:
+        if cost[rank] > mean[rank]:  # calls of other threads may end after the step
+            return f"{cost[rank]:.5g} ms, longer than a {mean[rank]:.5g} ms step"
         share = f"{cost[rank] / mean[rank]:.1%}"
         return f"{cost[rank]:.5g} ms of a {mean[rank]:.5g} ms step ({share})"
 

@@ -86,6 +86,11 @@ def test_lateness_is_relative_to_the_median_of_the_others() -> None:
             [(6, 6, 6), (0, 0, 0)],
             "rank 0 makes the other ranks wait 6 ms of a 100 ms step (6.0%",
         ),
+        # a call of another thread may be longer than the step
+        (
+            [(2500, 2500, 2500), (0, 0, 0)],
+            "rank 0 makes the other ranks wait 2500 ms, longer than a 100 ms step, for more than",
+        ),
         # in most steps: 2 of 3
         (
             [(9, 9, 0), (0, 0, 0)],
@@ -294,7 +299,11 @@ def test_messages_that_state_their_ranks(tmp_path: Path) -> None:
 
 
 def test_messages_whose_ranks_are_unknown(tmp_path: Path) -> None:
-    paths = save_ranks(tmp_path, *[stage((10, 9000 * rank + 100, {})) for rank in range(3)])
+    about = {"pg_config": [{"pg_name": "1", "ranks": [0, 1, 2]}], "world_size": 3}
+    paths = []
+    for rank in range(3):
+        events, info = stage((10, 9000 * rank + 100, {})), about | {"rank": rank}
+        paths.append(save(tmp_path / f"{rank}.json", events, distributedInfo=info))
     assert [row[-2:] for row in table_of_receives(*paths)] == [["-", "-"]] * 3
     lines = remarks(*paths)
     assert any("for which rank they wait is unknown" in line for line in lines)
