@@ -13,7 +13,7 @@ Columns = dict[str, Callable[[Any], str]]
 
 
 def render(columns: Columns, cases: Sequence[Any], max_width: int | None = None) -> str:
-    """The cases as a table, one row per case, with as many of the first columns as fit. A line
+    """Return the cases as a table, a row per case, with as many of the first columns as fit. A line
     below it counts the columns that were left out.
 
     max_width: maximum line width in characters; None for no limit.
@@ -23,21 +23,21 @@ def render(columns: Columns, cases: Sequence[Any], max_width: int | None = None)
 
 
 def fitted(columns: Columns, cases: Sequence[Any], max_width: int | None) -> tuple[str, int]:
-    """`render` without the line below the table, and the number of columns that do not fit."""
+    """Return the table without that line, and the number of columns that do not fit."""
     rows = [[cell(case) for cell in columns.values()] for case in cases]
     count = columns_that_fit(list(columns), rows, max_width)
     return layout(list(columns)[:count], [row[:count] for row in rows]), len(columns) - count
 
 
 def omitted(count: int) -> list[str]:
-    """The line below a table, `# not shown: 3 columns; --wide prints all`, in a list; [] if no
+    """Return the line below a table, `# not shown: 3 columns; --wide prints all`; no line if no
     column was left out."""
     noun = "column" if count == 1 else "columns"
     return [f"# not shown: {count} {noun}; --wide prints all"] if count else []
 
 
 def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], width: int | None) -> int:
-    """How many of the first columns fit into `width` characters; at least 1. None for no limit."""
+    """Return how many of the first columns fit into `width` characters, at least 1."""
     count = len(headers)
     while width is not None and count > 1:
         lines = layout(headers[:count], [row[:count] for row in rows]).splitlines()
@@ -67,15 +67,15 @@ class Table:
 
     @property
     def passed(self) -> list[Any]:
-        """The cases so far that did not fail, including those of a resumed report."""
+        """Return the cases so far that did not fail."""
         return [case for case in self.cases if not case.failed]
 
     def rows_of(self, case: Any) -> list[Any]:
-        """The rows of a case, which are passed to `row`. Subclasses may return several."""
+        """Return the rows of a case, which are passed to `row`. Subclasses may return several."""
         return [case]
 
     def row(self, case: Any) -> str:
-        """The lines for another case, preceded by the header if it is the first.
+        """Return the lines for another case, preceded by the header if it is the first.
 
         If a cell is wider than expected, the last columns may no longer fit. The header is then
         repeated without them.
@@ -118,17 +118,17 @@ class Cell:
 
 
 def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Any], str]:
-    """A column that shows a metric, multiplied by `scale`."""
+    """Return a column that shows a metric, multiplied by `scale`."""
     return Cell(name, lambda value: f"{number_of(value) * scale:.{digits}f}")
 
 
 def number_of(value: Any) -> float:
-    """The value of a metric, without its interval."""
+    """Return the value of a metric, without its interval."""
     return float(value.value if isinstance(value, Estimate) else value)
 
 
 def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Any], str]:
-    """A column that shows the interval of an Estimate: `-5.8 to 93.4`."""
+    """Return a column that shows the interval of an Estimate: `-5.8 to 93.4`."""
 
     def text(estimate: Estimate) -> str:
         if estimate.low is None or estimate.high is None:
@@ -139,8 +139,8 @@ def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Any], str]:
 
 
 def relative(name: str) -> Callable[[Any], str]:
-    """A column that shows the relative width of an Estimate's interval as +-percent. The metric may
-    also be such a width itself."""
+    """Return a column that shows the relative width of an Estimate's interval as +-percent. The
+    metric may also be such a width itself."""
 
     def text(value: Any) -> str:
         width = value.relative if isinstance(value, Estimate) else value

@@ -1,7 +1,9 @@
-"""The control group must not outlive the run."""
+"""The control group: it must not outlive the run, and the default group is not used."""
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -28,3 +30,21 @@ def test_no_default_argument_of_torch_keeps_the_control_group() -> None:
     command = [sys.executable, "-c", RUN]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.stdout == "gone\n", done.stderr
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ddp_sweep --model mobilenet_v3_small --image-size 32 --batch-size 2 --world-sizes 2",
+        "collectives -b 64 -e 64 --collective all_reduce,sendrecv",
+        "p2p_matrix --size 64",
+    ],
+)
+def test_no_collective_uses_the_default_group(bench: Callable[..., Any], command: str) -> None:
+    """It is then free for a model of the user."""
+    script, *flags = command.split()
+    run = bench(f"benchmarks/{script}.py", *flags, "--iters", "6", inject="default-group-fails")
+    assert run.status == 0, run.err
+    assert run.report.cases
+    assert not [case.check for case in run.report.cases if case.failed]

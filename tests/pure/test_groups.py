@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common import groups as ours
+from common.errors import LostPeer
 from common.groups import Group, GroupCache, Job
 from harness.observe.watchdog import Watchdog
 
@@ -45,6 +46,18 @@ def test_no_rank_leaves_a_gather_before_all_have_arrived(
     value = ["x" * 5000, {"rank": (0, None)}]
     assert job.gather(value) == [value]
     assert [call[0] for call in calls.method_calls] == ["all_gather", "gather"]
+
+
+def test_a_lost_peer_is_an_exception_of_its_own(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In collectives of the job, not in those of a case, where it fails the case."""
+    lost = Mock(side_effect=RuntimeError("Connection closed by peer\nC++ frames"))
+    for name in ("gather_object", "broadcast_object_list", "barrier"):
+        monkeypatch.setattr(ours.dist, name, lost)
+    for call in (lambda: job.gather(1), lambda: job.broadcast(1), job.barrier):
+        with pytest.raises(LostPeer, match="lost a peer: Connection closed by peer"):
+            call()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        group_of(None).broadcast(1)
 
 
 def test_the_groups_of_the_last_four_sets_are_kept(
