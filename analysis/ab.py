@@ -39,26 +39,29 @@ SIGHUP, Ctrl-C and SIGTERM. BSD-3-Clause.
 
 import argparse
 import functools
+import math
 import random
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.compare import add_verdict_flags, exit_status, format_comparison
+from analysis.compare import add_verdict_flags, can_interleave, exit_status, format_comparison
 from analysis.logs import step_logs
 from analysis.runs.commands import Command, ending_children, open_plan, run_round, seed_of
 from analysis.runs.evidence import UNEQUAL_LOAD
 from analysis.runs.load import load
 from analysis.runs.plan import Verdict, remarks_on
-from analysis.runs.verdicts import Comparison, compare
+from analysis.runs.verdicts import MAX_RUNS, Comparison, compare, quantile, runs_needed
 from analysis.show import one_line, put
 from harness.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
 
+FORECAST_AFTER = 3  # rounds
 Compared = Callable[[int], Comparison]  # the comparison after a number of rounds
 
 
@@ -109,6 +112,9 @@ def run_rounds(
         run(n, runs)
         if n == 1:
             compared(1)  # raises if the cases have no common key
+        if n == FORECAST_AFTER < runs and took_s:
+            line = forecast(compared(n), runs, most, fmean(took_s), sys.stderr.isatty())
+            print_error(line or "no forecast: too few pairs count")
     rounds = runs
     while rounds < most:
         needed = min(most, runs + lost_pairs(compared(rounds)))
@@ -139,8 +145,44 @@ def time_left(took_s: Sequence[float], left: int) -> str:
     return f"; about {duration(left * fmean(took_s))} left" if left else ""
 
 
-def measure(args: argparse.Namespace) -> int:
-    """Run the commands and print the result. Raises RuntimeError if a run fails."""
+def forecast(
+    comparison: Comparison, runs: int, most: int, round_s: float, is_terminal: bool
+) -> str:
+    """Return a line on the number of pairs for which the intervals of all cases would be narrow
+    enough about half of the time: narrower than the margin, or than a larger change seen so far.
+
+    comparison: of the rounds so far. runs, most: the planned and the maximum number of rounds.
+    round_s: duration of a round.
+    """
+    design, needs = comparison.design, list[int]()
+    rounds = len(comparison.base)
+    for case in comparison.cases:
+        if case.ratio and case.interval:
+            n = len(case.base_s)
+            half = (math.log(case.interval[1]) - math.log(case.interval[0])) / 2
+            scatter = half / quantile(n - 1) * math.sqrt(n)
+            change = max(design.margin, case.ratio - 1, 1 / case.ratio - 1)
+            needs.append(runs_needed(scatter, replace(design, margin=change)) or MAX_RUNS + 1)
+    if not needs:
+        return ""
+    need = max(runs, *needs)  # a verdict requires `runs` pairs in any case
+    count = f"more than {MAX_RUNS}" if need > MAX_RUNS else f"about {need}"
+    took = f"{'over' if need > MAX_RUNS else 'about'} {duration(need * round_s)}"
+    line = f"after {rounds} rounds: with this scatter, verdicts need {count} pairs, {took}"
+    if need > runs:
+        line += f", but --runs is {runs}"
+        if most > runs:
+            line += f" (--max-runs {most} only replaces disturbed pairs)"
+        if can_interleave(comparison):
+            line += "; --interleave needs fewer"
+    return f"{line}; Ctrl-C ends with what was measured" if is_terminal else line
+
+
+def measure(args: argparse.Namespace, at_interrupt: list[Callable[[], None]]) -> int:
+    """Run the commands and print the result. Raises RuntimeError if a run fails.
+
+    at_interrupt: gets a function that Ctrl-C calls.
+    """
     of_reports = {"--interleave": args.interleave, "--ignore-key": args.ignore_key}
     steps = step_logs.steps_of(args, of_reports)
     if len(args.b) > 1:
@@ -170,16 +212,30 @@ def measure(args: argparse.Namespace) -> int:
     settings = {"interleave": plan.interleave, "runs": args.runs, "seed": plan.seed}
     settings |= {"watch": shlex.join(args.watch)} if args.watch else {}
     settings |= steps.settings if steps else {}
+
+    def show(rounds: int) -> Comparison:
+        comparison = compared(rounds)
+        comparison.remarks[:] = remarks_on(unchecked())
+        put(format_comparison(args.format, comparison, args.fail_on, is_like_with_like, ("a", "b")))
+        return comparison
+
+    def show_so_far() -> None:
+        """Show the complete rounds. Pairs are too few for a verdict before all rounds have run."""
+        rounds = 0
+        while not any(command.why_no_report(rounds + 1) for command in (a, b)):
+            rounds += 1
+        if rounds and args.format != "json":  # whose status would be wrong
+            show(rounds)
+
+    at_interrupt.append(show_so_far)
     with open_plan(out, [a, b], settings):
         for line in remarks_on(unchecked()):
             print_error(f"{line}; --watch FILE adds files")
         verdict.write(out)
         rounds = run_rounds([a, b], args.runs, most, plan, compared)
         verdict._replace(unchecked=unchecked()).write(out)
-    comparison = compared(rounds)
-    comparison.remarks.extend(remarks_on(unchecked()))
-    put(format_comparison(args.format, comparison, args.fail_on, is_like_with_like, ("a", "b")))
-    return exit_status(comparison, args.fail_on)
+    at_interrupt.clear()
+    return exit_status(show(rounds), args.fail_on)
 
 
 def variable(text: str) -> tuple[str, str]:
@@ -224,8 +280,9 @@ def main() -> int:
     parser = Parser(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    with ending_children(args.out):
-        status = measure(args)
+    at_interrupt = list[Callable[[], None]]()
+    with ending_children(args.out, at_interrupt):
+        status = measure(args, at_interrupt)
     return status
 
 

@@ -336,13 +336,24 @@ def runs_that_decide(comparison: Comparison) -> list[str]:
     units = "sessions" if any(case.unit == "session" for case in wide) else "runs"
     if any(case.runs_needed is None or not case.is_informative for case in wide):
         more = f"more than {MAX_RUNS} {units} per side would be needed for {margin}"
-        return [f"the {units} vary too much: {more}; look for the cause, or use --interleave"]
+        remedy = "look for the cause"
+        if can_interleave(comparison):
+            remedy += ", or use ab.py --interleave"
+        return [f"the {units} vary too much: {more}; {remedy}"]
     most = max((case.runs_needed or 0 for case in wide), default=0)
     if most <= max((len(case.base_units_s) for case in wide), default=0):
         return []
     half = f"{most} {units} per side narrow the intervals to {margin} about half of the time"
     nearly_all = f"{3 * most} give one in about 9 of 10 comparisons of equal programs"
     return [f"{half}, and give a verdict less often; {nearly_all}"]
+
+
+def can_interleave(comparison: Comparison) -> bool:
+    """Return whether ab.py --interleave could improve the comparison: each run has a case that was
+    measured in rounds, which own loops and logs lack."""
+    runs = [*comparison.base, *comparison.test]
+    has_rounds = all(any(row.rounds for row in run.rows.values()) for run in runs)
+    return has_rounds and not comparison.design.interleaved
 
 
 def fields_that_join(cases: Sequence[Result]) -> list[str]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -365,11 +365,12 @@ def run_interleaved(commands: Sequence[Command], number: int) -> None:
 
 
 @contextlib.contextmanager
-def ending_children(out: str) -> Iterator[None]:
+def ending_children(out: str, at_interrupt: Sequence[Callable[[], None]]) -> Iterator[None]:
     """End all commands that the block has started, however the block ends.
 
-    out: the folder of the runs. Exits with status 2 after a user's mistake, with 1 if a run fails
-    or the disk is full, and with 128 + number after a signal.
+    out: the folder of the runs. at_interrupt: called after Ctrl-C, when the commands have ended.
+    Exits with status 2 after a user's mistake, with 1 if a run fails or the disk is full, and with
+    128 + number after a signal.
     """
     script = Path(sys.argv[0]).name
     before = psutil.Process().children(recursive=True)
@@ -386,6 +387,10 @@ def ending_children(out: str) -> Iterator[None]:
         sys.exit(1)
     except KeyboardInterrupt as interruption:
         print_error(f"{script}: interrupted")
+        end_children(before, 40)
+        if interruption.args[0] == 128 + signal.SIGINT:
+            for function in at_interrupt:
+                function()
         print_error(KEPT.format(out))
         sys.exit(int(interruption.args[0]))
     finally:

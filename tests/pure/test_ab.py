@@ -1,6 +1,7 @@
 """analysis/ab.py with small Python commands that write reports, alternating or interleaved."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -8,15 +9,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from analysis import ab
-from analysis.ab import Plan, order_of, run_rounds, time_left, total_time
+from analysis.ab import Plan, forecast, order_of, run_rounds, time_left, total_time
 from analysis.runs.commands import Command
 from analysis.runs.evidence import UNEQUAL_LOAD
-from analysis.runs.verdicts import Comparison, Design, Result
+from analysis.runs.load import Run
+from analysis.runs.verdicts import Comparison, Design, Result, judge_all
 from harness.report import load
 from tests.pure.reports import ROOT, SIGNALS, run
 from tests.pure.tables import check_pair
@@ -40,7 +43,7 @@ log = open(out + "/order", "a")
 times = []
 for block in range(12 if mode == "short" else 24):
     print(sys.argv[1], "begins", file=log, flush=True)
-    noise = random.gauss(0, 1e-6)  # equal samples would be copies of one run
+    noise = random.gauss(0, 1e-5)  # equal samples would be copies of one run
     times += [seconds * (1 + 0.001 * ((7 * number + block) % 5) + noise)] * 2
     print(sys.argv[1], "ends", file=log, flush=True)
     if mode == "fail" and block == 3:
@@ -208,7 +211,7 @@ def test_a_command_against_itself(out: Path) -> None:
     assert re.search(r"^case +BASE .* interval +smallest change\n", done.stdout, re.M)
     # the times of fake.py depend only on the round
     assert re.search(
-        r"^x +100.2 ms +100.2 ms +1.00x +1.000 to 1.000 +0\.000\d+%$", done.stdout, re.M
+        r"^x +100.2 ms +100.2 ms +1.00x +1.000 to 1.000 +0\.00\d+%$", done.stdout, re.M
     )
     assert "# smallest change: 4 runs per side detect it in 9 of 10 comparisons" in done.stdout
     words = (*words, "--format", "json")
@@ -239,7 +242,8 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
 ) -> None:
     flags = flags_of(out, "0.1 hang", "0.1 hang", "--runs", "3", *more)
     command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags]
-    process = psutil.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = psutil.Popen(command, **pipes, text=True, env=os.environ)
     assert process.stderr.readline().startswith("not checked for changes: what fake.py")
     assert process.stderr.readline().startswith("round 1 of 3 took")
     while len(started := process.children()) < (2 if more else 1):
@@ -250,7 +254,10 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
     process.send_signal(number)
     assert process.stderr.readline() == "ab.py: interrupted\n"
     process.send_signal(number)  # a second one changes nothing
-    assert process.wait(30) == SIGNALS[number]
+    assert process.wait(500) == SIGNALS[number]
+    with process.stdout as output:  # Ctrl-C shows the complete rounds
+        shown = re.match("# torchrun-bench compare fake .*: 1 of BASE, 1 of TEST", output.read())
+        assert bool(shown) == (number == signal.SIGINT)
     with process.stderr as errors:
         kept = f"finished runs are kept in {out}; repeat the same command to continue\n"
         assert errors.read() == kept
@@ -335,3 +342,28 @@ def test_each_round_prints_a_line(
         "round 2 of 2 took 40 s",
         "round 3 of 3, replacing a disturbed pair, took 40 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("logs", "expected"),
+    [
+        # t(n - 1) * 0.02 / sqrt(n) <= ln 1.02 from 7 pairs on, and <= ln 2 from 2 pairs on
+        ([-0.02, 0.0, 0.02], "about 7 pairs, about 5 min, but --runs is 6 (--max-runs 12 only "),
+        ([-0.02 + math.log(2), math.log(2), 0.02 + math.log(2)], "about 6 pairs, about 4 min"),
+        ([-0.3, 0.0, 0.3], "more than 100 pairs, over 67 min, but --runs is 6 (--max-"),
+        ([0.0], ""),
+    ],
+)
+def test_the_forecast_by_hand(logs: list[float], expected: str) -> None:
+    case = Result("x", {}, base_s=[1.0] * len(logs), test_s=[math.exp(x) for x in logs])
+    design = Design(paired=True, runs=6)
+    judge_all([case], design)
+    sides: Any = [Run("x", {})] * len(logs)
+    comparison = Comparison([case], None, [], [], sides, sides, design)
+    line = forecast(comparison, 6, 12, 40, is_terminal=False)
+    start = f"after {len(logs)} rounds: with this scatter, verdicts need " if expected else ""
+    assert line.startswith(start + expected)
+    assert "--interleave" not in line  # these runs have no rounds
+    if expected:
+        ending = "; Ctrl-C ends with what was measured"
+        assert forecast(comparison, 6, 12, 40, is_terminal=True) == line + ending
