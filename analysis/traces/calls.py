@@ -9,6 +9,7 @@ not share a clock.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -64,6 +65,9 @@ class Group:
     def of_name(self) -> str:
         """The name as part of a sentence: ` of dp`."""
         return f" of {clean(self.name, 60)}" if self.name else ""
+
+    def all_calls(self) -> Iterator[Call]:
+        return chain.from_iterable(self.calls.values())
 
     def of(self, operation: str) -> dict[int, list[Call]]:
         """The calls of an operation, by rank."""

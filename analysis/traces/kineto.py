@@ -107,7 +107,7 @@ class Trace(NamedTuple):
     def label(self) -> str:
         """The rank and its host, or the file if nothing contains its rank."""
         if self.numbered:
-            return f"the rank of {clean(Path(self.path).name, 80)}"
+            return f"the rank of {clean('/'.join(Path(self.path).parts[-2:]), 100)}"
         return f"rank {self.rank} on {clean(self.host, 60)}" if self.host else f"rank {self.rank}"
 
     def spans(self, kind: str) -> list[Span]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from analysis.traces.calls import LATE, Call, Group, Spans, members, ms_by_step, spans_by_step
 from analysis.traces.kineto import Trace
 
-RECEIVES = ("recv", "sendrecv")
+RECEIVES = ("recv", "sendrecv")  # a kernel SendRecv may also be an all-to-all
 
 
 @dataclass
@@ -25,7 +25,8 @@ class Receives:
 
 
 def receives_of(groups: Sequence[Group], traces: Mapping[int, Trace]) -> dict[int, Receives]:
-    """The receives of each rank that sends or receives messages; {} without a receive."""
+    """The receives of each rank that sends or receives messages; {} without a receive, and for a
+    single trace also if it only has kernels that may be an all-to-all."""
     found: dict[int, Receives] = {}
     for group in groups:
         ranks = members(group, traces)
@@ -43,7 +44,9 @@ def receives_of(groups: Sequence[Group], traces: Mapping[int, Trace]) -> dict[in
                 one.matched += 1
                 waits = one.waits.setdefault(source, spans_by_step())
                 waits[received.step].append((start, start + max(0, received.us - sent.us)))
-    return found if any(one.calls for one in found.values()) else {}
+    named = any(call.about.name == "recv" for group in groups for call in group.all_calls())
+    shown = any(one.calls for one in found.values()) and (named or len(traces) > 1)
+    return found if shown else {}
 
 
 def links(group: Group, ranks: Sequence[int]) -> Iterator[tuple[int, int, list[Call], list[Call]]]:
@@ -122,9 +125,8 @@ def sentences(found: Mapping[int, Receives], traces: Mapping[int, Trace]) -> lis
         if waits > LATE * step_ms:
             sender = traces[source].label if source in traces else f"rank {source}"
             what = f"{waits:.5g} ms of a {step_ms:.5g} ms step ({waits / step_ms:.1%})"
-            lines.append(f"{traces[rank].label} waits {what} in receives from {sender}")
+            lines.append(f"{traces[rank].label} waits {what} in messages from {sender}")
     if any(one.calls and not one.matched for one in found.values()):
-        lines.append(
-            "receives: for which rank they wait is unknown, because their sends cannot be matched"
-        )
+        what = "for which rank the ranks wait in recv and sendrecv is unknown"
+        lines.append(f"{what}: the traces do not state who sends")
     return lines

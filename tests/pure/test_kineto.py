@@ -419,7 +419,7 @@ def test_each_case_of_a_folder_is_reported(tmp_path: Path) -> None:
         ("exp-rank[{}].1762000000.pt.trace.json", "rank 2"),
         ("trace_{}.json", "rank 2"),
         ("1762-TP-{}.trace.json", "rank 2"),
-        ("vm_4711.{}.pt.trace.json", "the rank of vm_4711.2.pt.trace.json"),
+        ("vm_4711.{}.pt.trace.json", "the rank of traces/vm_4711.2.pt.trace.json"),
     ],
 )
 def test_the_late_rank_by_the_names_of_files(name: str, label: str, tmp_path: Path) -> None:
@@ -431,8 +431,8 @@ def test_the_late_rank_by_the_names_of_files(name: str, label: str, tmp_path: Pa
         for event in events:
             if event["args"].get("Collective name"):
                 event.update(ts=event["ts"] + late, dur=400 - late, args=event["args"] | about)
-        save(tmp_path / name.format(rank), events)
-    lines = remarks(str(tmp_path))
+        save(tmp_path / "traces" / name.format(rank), events)
+    lines = remarks(str(tmp_path / "traces"))
     assert lines[-1].startswith(f"# {label} makes the other ranks wait 0.3 ms of a 1.1333 ms step")
     assert (label == "rank 2") == (len(lines) == 1)
 
