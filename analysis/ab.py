@@ -56,8 +56,9 @@ from analysis.logs import step_logs
 from analysis.runs.commands import Command, ending_children, open_plan, run_round, seed_of
 from analysis.runs.evidence import UNEQUAL_LOAD
 from analysis.runs.load import load
+from analysis.runs.looks import compare
 from analysis.runs.plan import Verdict, remarks_on
-from analysis.runs.verdicts import MAX_RUNS, Comparison, compare, quantile, runs_needed
+from analysis.runs.verdicts import MAX_RUNS, Comparison, quantile, runs_needed
 from analysis.show import one_line, put
 from harness.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
 

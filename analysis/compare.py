@@ -52,14 +52,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.logs import step_logs
 from analysis.runs import as_json
 from analysis.runs.load import ENDINGS, Run, find, load
+from analysis.runs.looks import compare
 from analysis.runs.verdicts import (
+    ALPHA,
     MAX_RUNS,
     ONE_SESSION,
     WIDEST,
     Comparison,
     Design,
     Result,
-    compare,
     differing_fields,
     geometric_mean,
     warning_of_order,
@@ -202,8 +203,9 @@ def table_of(
     comparison: Comparison, is_like_with_like: bool = False
 ) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the table: the cases, then their mean if there is one."""
+    confidence = f"{100 * (1 - comparison.design.alpha):g}%"
     last = "smallest change" if is_like_with_like else "verdict"
-    header = ["case", "BASE", "TEST", "TEST is", "95% interval", last]
+    header = ["case", "BASE", "TEST", "TEST is", f"{confidence} interval", last]
     rows = []
     mean = comparison.mean
     for result in [*comparison.cases, mean] if mean else comparison.cases:
@@ -248,6 +250,8 @@ def heading(comparison: Comparison) -> str:
         how = "one run per side"
     if design.interleaved:
         how += ", with interleaved blocks"
+    if design.alpha < ALPHA:
+        how += f"; {round(ALPHA / design.alpha)} looks share the error rate of {ALPHA * 100:g}%"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g}%"
     return f"torchrun-bench compare {names} ({measures}): {sides}; {how}"
 
@@ -452,7 +456,7 @@ def main() -> int:
         of_reports = {"--measure": args.measure, "--interleaved": args.interleaved}
         steps = step_logs.steps_of(args, of_reports | {"--ignore-key": args.ignore_key})
         if steps:
-            comparison = two_sides(args, step_logs.load_logs(paths, steps), step_logs.ENDINGS)
+            comparison = two_sides(args, step_logs.load_logs(paths, steps), steps.endings)
         else:
             runs = load(paths, args.measure, args.ignore_key, join_foreign=True)
             comparison = two_sides(args, runs)

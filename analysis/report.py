@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
 from analysis.compare import add_design_flags, add_side_flags
-from analysis.logs.step_logs import ENDINGS as LOG_ENDINGS
 from analysis.logs.step_logs import Steps, add_step_flags, load_logs, steps_of
 from analysis.pages.page import Section, Table, as_page, hide_folders, name_reports
 from analysis.pages.versus import compare_folder, compare_sides, is_folder, read_folder
@@ -338,7 +337,7 @@ def sections_of(
 
 def endings_of(steps: Steps | None) -> Sequence[str]:
     """The suffixes of the files to read from a folder."""
-    return LOG_ENDINGS if steps else ENDINGS
+    return steps.endings if steps else ENDINGS
 
 
 def save_figure(sections: Sequence[Section], name: str, path: str) -> None:

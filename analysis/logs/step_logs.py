@@ -1,22 +1,47 @@
-"""Step times from the logs of any program: `--step PATTERN` of compare.py and ab.py.
+"""Step times from the logs of any program: `--step` of compare.py and ab.py.
 
-A regular expression finds a number, a time or a rate, in each line that reports a step. A log is a
-run, and its time is the median of these numbers.
+A regular expression finds a number, a time or a rate, in each line that reports a step; in JSON, a
+field has it. A log is a run, and its time is the median of these numbers.
 """
 
 import argparse
 import hashlib
-import math
+import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from analysis.logs.numbers import (
+    RATE,
+    SECONDS,
+    STEP_WORDS,
+    UNITS,
+    WINDOW,
+    Neighbor,
+    Unit,
+    decimal_mark,
+    form_of,
+    groups_in,
+    joined,
+    neighbor_of,
+    read_number,
+    rest_of,
+    shown,
+    suspect,
+    unit_after,
+    unit_in_pattern,
+)
+from analysis.logs.patterns import NEW_LINE, text_of
+from analysis.logs.series import after_skip, restarts, slow_start
 from analysis.runs.load import (
     LAST_DIGIT,
+    LEADING,
+    MEAN,
     STEP,
     Run,
     check_times,
@@ -27,42 +52,98 @@ from analysis.runs.load import (
 )
 from analysis.show import clean, is_number
 from common.stats import median
-from harness.cli import number, raise_invalid
-from harness.report import Case, Report
+from harness.cli import cut, number, raise_invalid, suggest
+from harness.report import Case, Estimate, Report
 
 EXAMPLE = r"e.g. --step 'elapsed time per iteration \(ms\): ([\d.]+)'"
 BENCHMARK = "log"
-ENDINGS = (".log", ".txt", ".out", ".err")  # suffixes of logs in a folder
-RATE = "1/s"
-SECONDS = {"ms": 1e-3, "s": 1.0}
-BY_GROUP = {"ms": "ms", "s": "s", "rate": RATE}  # name of a group -> its unit
-# terminal control sequences: colors, cursor movements, window titles
-CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-# A progress bar is redrawn after a carriage return
-NEW_LINE = re.compile(r"\r\n|\r|\n")
-GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][+-]?\d+)?")  # 12,345.6
-# The rest of a number directly after a group that ends within it, and its beginning before a group
-CONTINUATION = re.compile(r"\d+|\.\d+|[eE][+-]?\d+|,\d{3}(?!\d)")
-BEGINNING = re.compile(r"(?:\d[\d,]*\.|\d+|\d,)$")
+ENDINGS = (".log", ".txt", ".out", ".err", ".jsonl")  # suffixes of logs in a folder
+IN_JSON = (*ENDINGS, ".json")  # the same if --step is a field
+MOST_CHARACTERS = 1_000_000  # of a line
+# A name, which matches no number: `tps`, `perf.step_ms`, `time_metrics/end_to_end(s)`
+FIELD = re.compile(r"[\w./ :%@-]*\w(?: ?\(\w+\))?")
+# Integers of a line that may count steps: neither times nor the number of an attempt
+NO_COUNTER = re.compile(
+    r"\d{2,4}[-/.]\d\d[-/.]\d{2,4}|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?|"
+    r"(?i:attempt|restart|retry|retries|requeue)\w*\W{0,3}\d+"
+)
+DATE = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d")
+INTEGER = re.compile(r"(?<![\w.-])\d{1,12}(?!\w|[.,]\d)")
 
 
 @dataclass(frozen=True)
 class Steps:
     """How to find the times of steps in a log."""
 
-    pattern: re.Pattern[str]
-    unit: str  # ms, s or 1/s; unit of the groups that are not named as in BY_GROUP
-    skip: int = 0  # number of matches to ignore at the beginning of a log
+    pattern: re.Pattern[str]  # or the name of a field
+    unit: str  # ms, s, us, ns or 1/s; "" if the pattern states the unit of each group
+    skip: int = 0  # number of matches to ignore at the beginning of each attempt
+
+    @property
+    def is_field(self) -> bool:
+        """Whether the pattern is the name of a field: it cannot match a number."""
+        return bool(FIELD.fullmatch(self.text))
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Suffixes of logs in a folder."""
+        return IN_JSON if self.is_field else ENDINGS
+
+    @property
+    def text(self) -> str:
+        return self.pattern.pattern
+
+    @cached_property
+    def around(self) -> list[tuple[str, str, str]]:
+        """For each group, the text of the pattern before it, in it and after it."""
+        return groups_in(self.text)
+
+    @cached_property
+    def units(self) -> list[Unit | None]:
+        """The unit of each group, or that of a field."""
+        names = {number: name for name, number in self.pattern.groupindex.items()}
+        if self.unit:
+            known: list[Unit | None] = [UNITS[self.unit]] * len(self.stated)
+        else:
+            known = self.stated
+        return [UNITS.get(names.get(i, ""), unit) for i, unit in enumerate(known, 1)]
+
+    @cached_property
+    def stated(self) -> list[Unit | None]:
+        """The units that the pattern states next to its groups."""
+        if self.is_field:
+            return [unit_of_field(self.text)]
+        return [unit_in_pattern(before, after) for before, _, after in self.around]
 
     @property
     def measure(self) -> str:
-        """`step`, or `1 / rate` if all numbers are rates."""
-        return "1 / rate" if set(units_of(self.pattern, self.unit)) == {RATE} else STEP
+        """`step`, `1 / rate` if all numbers are rates, or `time per token`."""
+        units = [unit for unit in self.units if unit]
+        if units and all(unit.is_rate for unit in units):
+            return "1 / rate"
+        others = [u.of for u in units if not u.is_rate and not STEP_WORDS.fullmatch(u.of)]
+        return f"time per {others[0]}" if others else STEP
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings as entries of a plan."""
-        return {"step": repr(self.pattern.pattern), "unit": self.unit, "skip": self.skip}
+        return {"step": shown(self.text), "unit": self.unit, "skip": self.skip}
+
+
+def unit_of_field(name: str) -> Unit | None:
+    """The unit at the end of a field's name: `step_ms`, `end_to_end(s)`, `tokens_per_second`."""
+    return unit_in_pattern(name.removesuffix(")").replace("(", " ") + ": ", "")
+
+
+class Match(NamedTuple):
+    """A match of --step."""
+
+    where: str
+    line: str
+    start: int  # of the number in the line
+    end: int
+    group: int
+    integers: Sequence[int]  # others in the line, among them the step
 
 
 class Found(NamedTuple):
@@ -70,6 +151,17 @@ class Found(NamedTuple):
 
     times_s: list[float]
     last_digit: float  # one unit in the last digit / the median number
+    leading: int = 0  # slow steps at the beginning of attempts, which were left out
+    mark: str = "."  # the decimal mark
+    span: tuple[str, str] | None = None  # the times of day of the first and of the last match
+
+
+class NoMatchError(ValueError):
+    """A log has no match of --step."""
+
+
+class UndecidedError(ValueError):
+    """A log does not show its decimal mark."""
 
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -78,11 +170,14 @@ class Found(NamedTuple):
 def add_step_flags(parser: argparse.ArgumentParser, where: str) -> None:
     """Add --step, --skip and --unit. where: the source of the numbers, for the help text."""
     add = parser.add_argument
-    step = f"regular expression with one group, which finds step times or rates in {where}"
+    step = (
+        "regular expression with a group that finds step times or rates, or the name of a field "
+        f"in JSON lines, in {where}"
+    )
     add("--step", type=pattern, metavar="PATTERN", help=step)
-    skip = "ignore the first N matches in each log (default: 0)"
+    skip = "ignore the first N matches in each log, and after each restart in it (default: 0)"
     add("--skip", type=number(int, 0), metavar="N", help=skip)
-    unit = "unit of the numbers; 1/s for rates (default: ms if the pattern contains the word ms)"
+    unit = "unit of the numbers; 1/s for rates (default: the unit next to the group of the pattern)"
     add("--unit", choices=(*SECONDS, RATE), help=unit)
 
 
@@ -91,17 +186,10 @@ def pattern(text: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(text)
     except re.error as error:
-        raise_invalid(f"a regular expression ({error})", repr(text), EXAMPLE)
-    if not compiled.groups:
-        raise_invalid("a regular expression with a group around the number", repr(text), EXAMPLE)
+        raise_invalid(f"a regular expression ({error})", shown(text), EXAMPLE)
+    if not compiled.groups and not FIELD.fullmatch(text):
+        raise_invalid("a regular expression with a group around the number", shown(text), EXAMPLE)
     return compiled
-
-
-def units_of(compiled: re.Pattern[str], unit: str) -> list[str]:
-    """The unit of each group."""
-    names = {number: name for name, number in compiled.groupindex.items()}
-    groups = range(1, compiled.groups + 1)
-    return [BY_GROUP.get(names.get(group, ""), unit) for group in groups]
 
 
 def steps_of(args: argparse.Namespace, others: Mapping[str, Any]) -> Steps | None:
@@ -117,59 +205,87 @@ def steps_of(args: argparse.Namespace, others: Mapping[str, Any]) -> Steps | Non
     for flag, value in others.items():
         if value:
             raise ValueError(f"{flag} applies to reports, and cannot be used with --step")
-    text = args.step.pattern
-    lacks_unit = "" in units_of(args.step, "")
-    if args.unit and not lacks_unit:
-        what = f"--unit {args.unit} cannot be used with {text!r}"
+    steps = Steps(args.step, args.unit or "", args.skip or 0)
+    named = set(args.step.groupindex) & set(UNITS)
+    if args.unit and args.step.groups and len(named) == args.step.groups:
+        what = f"--unit {args.unit} cannot be used with {shown(steps.text)}"
         raise ValueError(f"{what}, whose groups are named after their units")
-    unit = args.unit or ("ms" if re.search(r"\bms\b", text) else "")
-    if lacks_unit and not unit:
-        what = f"--unit: expected the unit of the numbers in {text!r}, ms, s or 1/s (a rate)"
-        raise ValueError(f"{what}; e.g. --unit 1/s")
-    return Steps(args.step, unit, args.skip or 0)
+    for stated in steps.stated if args.unit else ():
+        unit = UNITS[args.unit]
+        if stated and (stated.is_rate, stated.is_rate or stated.factor) != (
+            unit.is_rate,
+            unit.is_rate or unit.factor,
+        ):
+            what = f"--unit {args.unit} contradicts the unit in {shown(steps.text)}"
+            name = f"{stated.of}/s" if stated.is_rate else stated.name
+            raise ValueError(f"{what}, which is {name}; leave --unit out")
+    if None in steps.units:
+        what = f"--unit: expected the unit of the numbers in {shown(steps.text)}"
+        example = r"a unit next to the group also states it, as in 'took ([\d.]+) ms'"
+        raise ValueError(f"{what}, ms, s, us, ns or 1/s (a rate); {example}")
+    return steps
 
 
-# -- numbers in a text -----------------------------------------------------------------------------
+# -- matches in a text -----------------------------------------------------------------------------
 
 
-def times_of(content: bytes, steps: Steps, path: str) -> Found:
-    """The times in a log. Raises ValueError with a message of one line if a match is not a number
-    above 0, or if there are no matches."""
-    units = units_of(steps.pattern, steps.unit)
-    text = CODES.sub("", content.decode(errors="replace"))
+def matches_in(content: bytes, steps: Steps, path: str) -> list[Match]:
+    """The matches in a log. Raises ValueError with a message of one line if a line is too long, or
+    if it has two matches, or if there are none."""
+    text = text_of(content)
+    if steps.is_field:
+        fields = list(fields_in(text, steps, path))
+        if not fields:
+            raise NoMatchError(why_no_field(text, steps.text, path))
+        return fields
+    found = []
     lines = NEW_LINE.split(text)
-    times_s: list[float] = []
-    numbers: dict[str, list[float]] = defaultdict(list)  # by unit
-    last_digits: dict[str, list[float]] = defaultdict(list)
-    count = 0
     for line_number, line in enumerate(lines, 1):
-        for match in steps.pattern.finditer(line):
-            count += 1
-            if count <= steps.skip:
-                continue
-            where = f"{path}, line {line_number}"
+        where = f"{path}, line {line_number}"
+        if len(line) > MOST_CHARACTERS:
+            what = f"{where}: expected at most {MOST_CHARACTERS:,} characters in a line"
+            raise ValueError(f"{what}, got {len(line):,}; e.g. one line per step")
+        match = only_match(list(steps.pattern.finditer(line)), steps, where)
+        if match:
             group = only_group(match, where)
-            value, last_digit = number_in(match, group, where)
-            unit = units[group - 1]
-            times_s.append(1 / value if unit == RATE else value * SECONDS[unit])
-            numbers[unit].append(value)
-            last_digits[unit].append(last_digit)
-    if not times_s:
-        raise ValueError(why_empty(steps, path, lines, count))
-    check_times(times_s, path, steps.measure)
-    # 0.4 may stand for 0.40: the number with the most digits shows the resolution
-    shares = [min(last_digits[unit]) / float(np.median(numbers[unit])) for unit in numbers]
-    return Found(times_s, max(shares))
+            start, end = match.span(group)
+            found.append(Match(where, line, start, end, group, integers_in(line, start, end)))
+        else:
+            refuse_loss(line, steps, where)
+    if not found:
+        raise NoMatchError(why_empty(steps, path, lines))
+    return found
 
 
-def why_empty(steps: Steps, path: str, lines: Sequence[str], count: int) -> str:
-    if count:
-        noun = "match" if count == 1 else "matches"
-        what = f"{path} has {count} {noun} of --step, and --skip {steps.skip} leaves none"
-        return f"{what}; e.g. --skip {count // 2}"
-    what = f"{path}: expected lines with {steps.pattern.pattern!r}, got none in {len(lines):,}"
-    with_digits = [line.strip() for line in lines if re.search(r"\d", line)]
-    return f"{what}; e.g. its last line is {clean(with_digits[-1])!r}" if with_digits else what
+def integers_in(line: str, start: int, end: int) -> Sequence[int]:
+    """The integers near a match that may count steps."""
+    near = f"{line[max(0, start - 300) : start]} {line[end : end + 100]}"
+    return [*map(int, INTEGER.findall(NO_COUNTER.sub(" ", near)))]
+
+
+def only_match(matches: Sequence[re.Match[str]], steps: Steps, where: str) -> re.Match[str] | None:
+    """The match in a line. Of several, the only one that begins a word: `time: 1, data_time: 2`."""
+    if len(matches) > 1:
+        begins = [one for one in matches if not one.string[: one.start()][-1:].isalnum()]
+        begins = [one for one in begins if one.string[: one.start()][-1:] != "_"]
+        if len(begins) != 1:
+            what = f"{where}: expected one match of --step in a line, got {len(matches):,}"
+            got = f"{shown(matches[0][0])} and {shown(matches[1][0])}"
+            raise ValueError(f"{what}, e.g. {got}{pattern_that_matches_once(matches[0], steps)}")
+        return begins[0]
+    return matches[0] if matches else None
+
+
+def pattern_that_matches_once(match: re.Match[str], steps: Steps) -> str:
+    """`; e.g. --step 'forward time: ...'`: the pattern after the words before its first match."""
+    line, start = match.string, match.start()
+    before = re.search(r"[^\W\d]+\W{1,3}$", line[max(0, start - WINDOW) : start])
+    if before:
+        inner = f"(?:{steps.text})" if "|" in steps.text else steps.text
+        longer = re.escape(before[0]).replace(r"\ ", " ") + inner
+        if len(re.findall(longer, line)) == 1:
+            return f"; e.g. --step '{longer}'"
+    return "; begin it with the word before the number"
 
 
 def only_group(match: re.Match[str], where: str) -> int:
@@ -181,40 +297,219 @@ def only_group(match: re.Match[str], where: str) -> int:
     return taken[0]
 
 
-def number_in(match: re.Match[str], group: int, where: str) -> tuple[float, float]:
-    """The number in a group, and one unit in its last digit.
+def refuse_loss(line: str, steps: Steps, where: str) -> None:
+    """Raise ValueError if a line has no match only because of a separator of thousands."""
+    plain = joined(line) if len(line) < 1000 else line
+    if plain == line or not (match := steps.pattern.search(plain)):
+        return
+    got = match[only_group(match, where)]
+    if got not in line and form_of(got):
+        what = f"{where}: expected no separator of thousands where --step has its number"
+        raise ValueError(f"{what}, got {shown(line.strip())}; e.g. ([\\d.,' ]+)")
 
-    Raises ValueError if it is not a number above 0, or if it is only a part of a number: `6` of
-    `6,123`, `1.2` of `1.2e-05`.
-    """
-    taken = match[group].strip().rstrip(".,;:")  # punctuation
-    start, end = match.span(group)
-    line = match.string
-    if taken[-1:].isdigit() and match.end() == end:
-        more = CONTINUATION.match(line, end)
-        # 1.5,125 is a list of numbers, and 1,234,567 is one number
-        has_more = more and (more[0][0] != "," or re.fullmatch(r"\d{1,3}(,\d{3})*", taken))
-        if more and has_more:
-            refuse_part(where, taken, match[group] + more[0])
-    if taken[:1].isdigit() and match.start() == start:
-        before = BEGINNING.search(line, 0, start)
-        if before and (before[0][-1] != "," or re.match(r"\d{3}(?!\d)", taken)):
-            refuse_part(where, taken, before[0] + match[group])
-    digits = taken.replace(",", "") if GROUPED.fullmatch(taken) else taken
+
+def why_empty(steps: Steps, path: str, lines: Sequence[str]) -> str:
+    what = f"{path}: expected lines with {shown(steps.text)}, got none in {len(lines):,}"
+    with_digits = [line.strip() for line in lines if re.search(r"\d", line)]
+    return f"{what}; e.g. its last line is {shown(with_digits[-1])}" if with_digits else what
+
+
+# -- fields of JSON --------------------------------------------------------------------------------
+
+
+class Literal(str):
+    """A number of a JSON document as it was written."""
+
+
+def objects_in(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a document that is one list or has a list of objects (trainer_state.json), or
+    those in the lines of a text, each with its number."""
+    decoder = json.JSONDecoder(parse_float=Literal, parse_int=Literal)
     try:
-        value = float(digits)
-    except ValueError:
-        value = math.nan
-    if not (is_number(value) and value > 0):
-        raise ValueError(f"{where}: expected a number above 0, got {clean(taken)!r}; {EXAMPLE}")
-    mantissa, _, exponent = digits.lower().partition("e")
-    decimals = len(mantissa.partition(".")[2])
-    return value, 10.0 ** (int(exponent or 0) - decimals)
+        document = decoder.decode(text)
+    except (ValueError, RecursionError):
+        for line_number, line in enumerate(NEW_LINE.split(text), 1):
+            begin = line.find("{")
+            try:
+                one = decoder.raw_decode(line, begin)[0] if begin >= 0 else None
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(one, dict):
+                yield line_number, one
+        return
+    lists = [document] if isinstance(document, list) else []
+    if isinstance(document, dict):
+        lists = [value for value in document.values() if isinstance(value, list)]
+        yield 1, document
+    entries = [entry for rows in lists for entry in rows if isinstance(entry, dict)]
+    yield from enumerate(entries, 1)
 
 
-def refuse_part(where: str, got: str, whole: str) -> None:
-    what = f"{where}: expected a group around the whole number {clean(whole)!r}, got {got!r}"
-    raise ValueError(rf"{what}; e.g. ([\d.,e+-]+)")
+def fields_in(text: str, steps: Steps, path: str) -> Iterator[Match]:
+    """The values of the field that --step names, as matches. Objects without it, and null, are
+    ignored."""
+    for position, entry in objects_in(text):
+        value = field_of(entry, steps.text)
+        if value is None:
+            continue
+        where = f"{path}, line {position}"
+        if not isinstance(value, str):
+            got = f"got a {type(value).__name__}"
+            raise ValueError(f"{where}: expected a number in {shown(steps.text)}, {got}")
+        integers = [int(one) for one in entry.values() if str(one).isdecimal() and len(one) < 13]
+        yield Match(where, value, 0, len(value), 1, integers)
+
+
+def field_of(entry: dict[str, Any], name: str) -> Any:
+    """The value of a field; `a.b` is field b of object a."""
+    if name in entry:
+        return entry[name]
+    head, _, rest = name.partition(".")
+    inner = entry.get(head)
+    return field_of(inner, rest) if rest and isinstance(inner, dict) else None
+
+
+def why_no_field(text: str, name: str, path: str) -> str:
+    names = dict.fromkeys(key for _, entry in objects_in(text) for key in entry)
+    if not names:
+        what = f"{path}: expected JSON with a field {shown(name)}, or a pattern with a group"
+        return f"{what}, as --step; {EXAMPLE}"
+    known = clean(", ".join(names), 300)
+    return f"{path}: expected a field {shown(name)}{suggest(name, names)}; its fields are {known}"
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def times_of(content: bytes, steps: Steps, path: str, mark: str = "") -> Found:
+    """The times in a log. Raises ValueError with a message of one line if a match is not a number
+    above 0, or if there are no matches.
+
+    mark: the decimal mark if the log does not show it; "" to refuse such a log.
+    """
+    matches = matches_in(content, steps, path)
+    starts = restarts([match.integers for match in matches])
+    kept = after_skip(len(matches), starts, steps.skip)
+    if not kept:
+        noun = "match" if len(matches) == 1 else "matches"
+        what = f"{path} has {len(matches)} {noun} of --step, and --skip {steps.skip} leaves none"
+        raise ValueError(f"{what}; e.g. --skip {len(matches) // 2 // (1 + len(starts))}")
+    matches = [matches[i] for i in kept]
+    starts = [n for n, i in enumerate(kept) if n and any(kept[n - 1] < s <= i for s in starts)]
+    texts = [taken_from(match, steps) for match in matches]
+    refuse_columns(matches, steps)
+    mark = mark_of(matches, texts, steps, path, mark)
+    times_s: list[float] = []
+    numbers: dict[tuple[bool, float], list[float]] = defaultdict(list)  # by unit
+    last_digits: dict[tuple[bool, float], list[float]] = defaultdict(list)
+    for match, text in zip(matches, texts, strict=True):
+        value, last_digit = read_number(text, mark)
+        if not (is_number(value) and value > 0):
+            what = f"{match.where}: expected a number above 0, got {shown(text)}"
+            raise ValueError(f"{what}; {EXAMPLE}")
+        unit = unit_of_match(match, steps)
+        times_s.append(1 / (value * unit.factor) if unit.is_rate else value * unit.factor)
+        numbers[unit.is_rate, unit.factor].append(value)
+        last_digits[unit.is_rate, unit.factor].append(last_digit)
+    check_times(times_s, path, steps.measure)
+    # 0.4 may stand for 0.40: the number with the most digits shows the resolution
+    shares = [min(last_digits[unit]) / float(np.median(numbers[unit])) for unit in numbers]
+    slow = set(slow_start(times_s, starts))
+    steady = [time_s for i, time_s in enumerate(times_s) if i not in slow]
+    return Found(steady, max(shares), len(slow), mark, span_of(matches))
+
+
+def span_of(matches: Sequence[Match]) -> tuple[str, str] | None:
+    """The first and the last date and time of the lines with matches; None without them."""
+    ends = [DATE.search(match.line) for match in (matches[0], matches[-1])]
+    first, last = ends
+    return (first[0], last[0]) if first and last else None
+
+
+def taken_from(match: Match, steps: Steps) -> str:
+    """The text of a number. Raises ValueError if it is only a part of a number: `6` of `6,123`,
+    `1.2` of `1.2e-05`."""
+    taken = match.line[match.start : match.end].strip().rstrip(".,;:")  # punctuation
+    start = match.start + match.line[match.start : match.end].find(taken)
+    before, _, after = around(match, steps)
+    whole = rest_of(match.line, start, start + len(taken), before, after)
+    if whole:
+        refuse_part(match, taken, whole)
+    return taken
+
+
+def around(match: Match, steps: Steps) -> tuple[str, str, str]:
+    """The text of the pattern before, in and after the group of a match; empty for a field."""
+    return ("", "", "") if steps.is_field else steps.around[match.group - 1]
+
+
+def refuse_part(match: Match, got: str, whole: str) -> None:
+    what = f"{match.where}: expected a group around the whole number {shown(whole)}"
+    raise ValueError(rf"{what}, got {shown(got)}; e.g. ([\d.,e+-]+)")
+
+
+def refuse_columns(matches: Sequence[Match], steps: Steps) -> None:
+    """Raise ValueError if a number follows a space that may separate its thousands."""
+    neighbors: list[Neighbor | None] = []
+    for match in matches:
+        before, _, after = around(match, steps)
+        neighbors.append(neighbor_of(match.line, match.start, match.end, before, after))
+    at = suspect(neighbors)
+    one = neighbors[at] if at is not None else None
+    if at is None or one is None:
+        return
+    match = matches[at]
+    taken = match.line[match.start : match.end]
+    is_before = match.line[: match.start].endswith(f"{one.number} ")
+    whole = (
+        f"{one.number} {taken}" if is_before else f"{taken} {match.line[match.end :].split()[0]}"
+    )
+    what = f"{match.where}: {shown(whole)} may be one number or two, got {shown(taken)}"
+    raise ValueError(rf"{what}; e.g. ([\d. ]+) for one, \d+ ([\d.]+) for two")
+
+
+def mark_of(
+    matches: Sequence[Match], texts: Sequence[str], steps: Steps, path: str, default: str
+) -> str:
+    """The decimal mark of a log."""
+    try:
+        mark = decimal_mark(map(form_of, texts), (match.line for match in matches))
+    except ValueError as error:
+        what = f"{path}: expected numbers of one form, got {error}"
+        commas = [text for text in texts if "," in text]
+        points = [text for text in texts if "," not in text and "." in text]
+        both = f"{shown(commas[0])} and {shown((points or commas[1:])[0])}"
+        raise ValueError(f"{what}, {both}; e.g. one log per program") from None
+    if mark:
+        return mark
+    inside = {around(match, steps)[1] for match in matches}
+    if all(r",\d{3}" in text for text in inside):
+        return "."
+    if all(re.search(r",\\d(?!\{)", text) for text in inside):
+        return ","
+    if default:
+        return default
+    text = next(text for text in texts if form_of(text) == "comma")
+    what = f"{path}: {shown(text)} may be {text.replace(',', '')} or {text.replace(',', '.')}"
+    hint = r"(\d+,\d+) for a decimal comma, (\d+(?:,\d{3})*) for a separator of thousands"
+    raise UndecidedError(f"{what}, and no number of the log shows which; e.g. {hint}")
+
+
+def unit_of_match(match: Match, steps: Steps) -> Unit:
+    """The unit of a number. Raises ValueError if the line states another one: `1.2 s` if the unit
+    is ms."""
+    unit = steps.units[match.group - 1]
+    assert unit
+    stated = unit_after(match.line, match.end)
+    if not stated:
+        return unit
+    if stated.is_rate and unit.is_rate:
+        return stated if stated.factor != 1 else unit
+    if (stated.is_rate, stated.factor) != (unit.is_rate, unit.factor):
+        got = clean(match.line[match.start : match.end + 8].strip())
+        what = f"{match.where}: expected numbers in {unit.name}, got {shown(got)}"
+        raise ValueError(rf"{what}; e.g. --step '(?P<ms>[\d.]+) ?ms|(?P<s>[\d.]+) ?s'")
+    return unit
 
 
 # -- runs and reports ------------------------------------------------------------------------------
@@ -222,19 +517,28 @@ def refuse_part(where: str, got: str, whole: str) -> None:
 
 def case_of(found: Found, steps: Steps) -> Case:
     """A log as a case of a report."""
-    key = {"step": steps.pattern.pattern}
-    case = Case(key=key, name=STEP, ranks=[0], samples_s={steps.measure: [found.times_s]})
-    case.metrics = {"step_s": median(found.times_s), LAST_DIGIT: found.last_digit}
+    key = {"step": steps.text}
+    name = steps.measure
+    case = Case(key=key, name=name, ranks=[0], samples_s={steps.measure: [found.times_s]})
+    metric = "step_s" if name == STEP else "median_time_s"
+    case.metrics = {metric: median(found.times_s), LAST_DIGIT: found.last_digit}
+    case.metrics[MEAN] = Estimate(float(np.mean(found.times_s)))
+    if found.leading:
+        case.metrics[LEADING] = found.leading
     case.stop = "log"
     return case
 
 
 def load_logs(words: Sequence[str], steps: Steps) -> list[Run]:
-    """One run per log that the paths, folders and patterns name, in this order.
+    """One run per log that the paths, folders and patterns name, in this order. Logs of a folder
+    without a match are left out.
 
     Raises ValueError with a message of one line.
     """
-    runs = [read_log(path, steps) for path in find(words, ENDINGS)]
+    runs: list[Run] = []
+    for word in words:
+        runs += logs_of(word, find([word], steps.endings), steps)
+    find(words, steps.endings)  # raises if a file is named twice
     counts = sorted({len(row.times_s) for run in runs for row in run.rows.values()})
     noun = "match" if counts[-1:] == [1] else "matches"
     many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
@@ -245,17 +549,48 @@ def load_logs(words: Sequence[str], steps: Steps) -> list[Run]:
     return runs
 
 
-def read_log(path: str, steps: Steps) -> Run:
+def logs_of(word: str, paths: Sequence[str], steps: Steps) -> list[Run]:
+    """The logs that a path, a folder or a pattern names. One that does not show its decimal mark
+    has that of the others if it is a comma."""
+    found: dict[str, Found] = {}
+    undecided: dict[str, UndecidedError] = {}
+    empty: dict[str, NoMatchError] = {}
+    contents = {path: content_of(path) for path in paths}
+    for path, content in contents.items():
+        try:
+            found[path] = times_of(content, steps, path)
+        except UndecidedError as error:
+            undecided[path] = error
+        except NoMatchError as error:
+            empty[path] = error
+    if undecided and {one.mark for one in found.values()} != {","}:
+        raise next(iter(undecided.values()))
+    for path in undecided:
+        found[path] = times_of(contents[path], steps, path, ",")
+    if empty and (word in empty or not found):
+        raise next(iter(empty.values()))
+    runs = [run_of(path, contents[path], found[path], steps) for path in paths if path in found]
+    if empty:
+        noun = "file" if len(empty) == 1 else "files"
+        what = f"{len(empty)} {noun} without a match of --step"
+        runs[0].remarks.append(f"left out: {what}: {cut([*empty], 4)}")
+    return runs
+
+
+def content_of(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            content = file.read()
+            return file.read()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    case = case_of(times_of(content, steps, path), steps)
+
+
+def run_of(path: str, content: bytes, found: Found, steps: Steps) -> Run:
     run = Run(BENCHMARK, {}, path, argv=[], started_at="", status="complete", label=path)
     run.digest = hashlib.sha256(content).hexdigest()
     run.loads = loads_from_file(path)
-    index(run, [timed(case, None)], "")
+    run.span = found.span
+    index(run, [timed(case_of(found, steps), None)], "")
     return run
 
 

@@ -18,8 +18,9 @@ from analysis.compare import lines_above, notes_of, table_of, two_sides
 from analysis.pages.page import Section, Table
 from analysis.runs.evidence import load_text
 from analysis.runs.load import Run, arrange, copies
+from analysis.runs.looks import compare
 from analysis.runs.plan import PLAN, VERDICT, Verdict, read_lines, remarks_on
-from analysis.runs.verdicts import Comparison, Design, Result, compare
+from analysis.runs.verdicts import Comparison, Design, Result
 from harness import files
 from harness.cli import cut
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from analysis.runs.evidence import busiest_load
 from analysis.runs.load import Run
-from analysis.runs.verdicts import ALPHA, Comparison, Design, Result, geometric_mean
+from analysis.runs.verdicts import Comparison, Design, Result, geometric_mean
 from harness.cli import VERSION
 
 SCHEMA = "torchrun-bench-verdicts/1"
@@ -55,7 +55,7 @@ def design_of(design: Design) -> dict[str, Any]:
     return {
         "interleaved": design.interleaved,
         "margin": design.margin,
-        "confidence": 1 - ALPHA,
+        "confidence": 1 - design.alpha,
         "needed": design.runs,
         "allow_disturbed": design.allow_disturbed,
     }

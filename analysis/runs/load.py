@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.logs import nccl_tests
+from analysis.logs.patterns import suggestion
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common.stats import MIN_ROUNDS, Estimate, iteration_times, mean_of_blocks, median
 from harness import files
@@ -39,6 +40,8 @@ STEP = "step"  # the name of the main step among the samples of a case
 RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl")  # reports in a folder
 LAST_DIGIT = "last_digit_share"  # a metric of logs: one unit in the last digit / the number
+MEAN = "step_mean_s"  # a metric of logs: the mean time of a step
+LEADING = "leading_steps"  # a metric of logs: slow steps at the beginning, which were left out
 LOAD_ENDING = ".load"  # file with the load during a run, next to its report
 MAX_SEEN = 200_000  # files of any kind in a folder with reports or logs
 MAX_FOREIGN_BYTES = 2**28  # of a report of another program, which is read as a whole
@@ -68,6 +71,8 @@ class Row(Case):
     label: the name of the case, or `table: name` if several tables of a run have a case of that
     name. measure: the step or metric from which the time is taken. time_s: the time of the case in
     this run; 0 if there is none. time_is: the estimator. times_s: seconds of each iteration.
+    last_digits: for numbers that were printed with few digits, by metric, one unit in the last
+    digit / the number. last_digit: that of the time; 0 if all digits are known.
     """
 
     label: str = ""
@@ -75,6 +80,14 @@ class Row(Case):
     time_s: float = 0.0
     time_is: str = ""
     times_s: Sequence[float] = ()
+    last_digits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def last_digit(self) -> float:
+        share = self.metrics.get(LAST_DIGIT)
+        if is_number(share):
+            return share
+        return self.last_digits.get(self.measure.removeprefix("1 / "), 0.0)
 
 
 @dataclass
@@ -85,6 +98,8 @@ class Run(Report):
     fields of the keys -> their values. digest: a hash of the file's bytes, with the position of the
     report in the file. loads: for each node, the cores used by other processes and the number of
     cores; empty if not recorded. synchronized: the program waits for the device in each iteration.
+    remarks: lines about the file, for the user. span: the first and the last date and time in the
+    lines of a log, as text.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -93,6 +108,8 @@ class Run(Report):
     digest: str = ""
     loads: list[tuple[float, int]] = field(default_factory=list)
     synchronized: bool = False
+    remarks: list[str] = field(default_factory=list)
+    span: tuple[str, str] | None = None
 
 
 def load(
@@ -342,7 +359,8 @@ def parse(
     content.update(text)
     reports = foreign_reports(text, path)
     if not reports:
-        raise ValueError(f"{path} is neither a report nor a log with a table of nccl-tests")
+        what = f"{path} is neither a report nor a log with a table of nccl-tests"
+        raise ValueError(what + suggestion(text))
     for report in reports:
         for case in report.cases:
             each(report, case)

@@ -29,9 +29,9 @@ from analysis.runs.evidence import (
     why_no_time,
     with_cases,
 )
-from analysis.runs.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
+from analysis.runs.load import Row, Run, by_benchmark, rows_of, time_of_blocks
 from analysis.runs.sessions import ENOUGH, Groups, sessions_of
-from analysis.show import is_number, join_distinct
+from analysis.show import join_distinct
 from harness.cli import cut
 from harness.report import describe_runs
 
@@ -65,6 +65,7 @@ class Design:
     interleaved: bool = False  # the runs alternated block by block: use equally many blocks of both
     runs: int = 2  # number of runs per side that must be evidence for a verdict
     allow_disturbed: bool = False  # keep runs whatever their load
+    alpha: float = ALPHA  # error rate, smaller if several looks share it; see looks.compare
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Result:
     base_why: dict[int, str] = field(default_factory=dict)
     test_why: dict[int, str] = field(default_factory=dict)
     ratio: float | None = None
-    # of the ratio, with confidence 1 - ALPHA; None if the scatter of runs is unknown
+    # of the ratio, with confidence 1 - Design.alpha; None if the scatter of runs is unknown
     interval: tuple[float, float] | None = None
     p: float | None = None  # probability of a ratio at least this far from 1 if nothing changed
     sign_flip_p: float | None = None  # of a sign-flip test of the pairs; see `sign_flip_test`
@@ -380,13 +381,12 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
 
 
 def rounding_of(rows: Sequence[Row]) -> float:
-    """The relative rounding error of the numbers in these logs: half a unit of the last digit.
+    """The relative rounding error of printed numbers: half a unit of the last digit.
 
     The most precise log counts, since 0.4 may stand for 0.40. The error is 0 for reports, which
     store all digits.
     """
-    shares = (row.metrics.get(LAST_DIGIT) for row in rows)
-    return min((share / 2 if is_number(share) else 0.0 for share in shares), default=0.0)
+    return min((row.last_digit / 2 for row in rows), default=0.0)
 
 
 def choose_sessions(result: Result, found: Evidence, base: Side, test: Side) -> None:
@@ -509,7 +509,7 @@ def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
 def judge_all(cases: Sequence[Result], design: Design) -> None:
     """Fill in everything that follows from the times. The mean, if there is one, is the last case.
 
-    The false discovery rate is limited to ALPHA: this is the expected share of equal cases
+    The false discovery rate is limited to alpha: this is the expected share of equal cases
     among those that are significant (Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995). The
     limit is proven for independent cases; tests/simulate_verdicts.py simulates such cases.
     """
@@ -518,7 +518,7 @@ def judge_all(cases: Sequence[Result], design: Design) -> None:
         estimate(case, design)
     counted = [case for case in compared if case.p is not None and case.enough]
     p_values = adjusted([case.p or 0.0 for case in counted])
-    found = {id(c) for c, p in zip(counted, p_values, strict=True) if p <= ALPHA}
+    found = {id(c) for c, p in zip(counted, p_values, strict=True) if p <= design.alpha}
     for case in compared:
         case.verdict, why = judge(case, id(case) in found, design.margin)
         case.reason = "; ".join(filter(None, [why, case.reason]))
@@ -565,7 +565,7 @@ def estimate(case: Result, design: Design) -> None:
             error = sqrt(of_base + of_test)
             each = of_base**2 / (m - 1) + of_test**2 / (n - 1)
             freedom = error**4 / each if each else 1.0  # without any scatter, it does not matter
-    t = quantile(freedom)
+    t = quantile(freedom, design.alpha)
     certain = (1 - case.rounding[0]) * (1 - case.rounding[1])
     low, high = finite_exp(log_ratio - t * error), finite_exp(log_ratio + t * error)
     case.interval = low * certain, high / certain
@@ -583,11 +583,11 @@ def estimate(case: Result, design: Design) -> None:
     case.runs_needed = runs_needed(error / sqrt(weight), design)
 
 
-def quantile(freedom: Any) -> Any:
-    """Student's t of an interval with a confidence of 1 - ALPHA."""
+def quantile(freedom: Any, alpha: float = ALPHA) -> Any:
+    """Student's t of an interval with a confidence of 1 - alpha."""
     from scipy.special import stdtrit
 
-    return stdtrit(freedom, 1 - ALPHA / 2)
+    return stdtrit(freedom, 1 - alpha / 2)
 
 
 def sign_flip_test(log_ratios: NDArray[np.float64]) -> float:
@@ -638,7 +638,7 @@ def runs_needed(scatter: float, design: Design) -> int | None:
     """
     sides = 1 if design.paired else 2
     runs = np.arange(2, MAX_RUNS + 1)
-    t = quantile(sides * (runs - 1))
+    t = quantile(sides * (runs - 1), design.alpha)
     enough = runs[t * scatter * np.sqrt(sides / runs) <= log1p(design.margin)]
     return int(enough[0]) if len(enough) else None
 
@@ -662,7 +662,10 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
     least = 1 / most
     if least <= low and high <= most:
         return "same", ""
-    is_beyond = (low > 1 and case.ratio > most) or (high < 1 and case.ratio < least)
+    certain = (1 - case.rounding[0]) * (1 - case.rounding[1])  # as for the ends of the interval
+    is_beyond = (low > 1 and case.ratio * certain > most) or (
+        high < 1 and case.ratio / certain < least
+    )
     if is_discovery and is_beyond:
         if case.sign_flip_p is None or case.sign_flip_p <= ALPHA:
             return "slower" if low > 1 else "faster", ""

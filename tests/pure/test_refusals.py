@@ -173,7 +173,11 @@ MISTAKES = [
     ("compare", "a.jsonl --test b.jsonl --measure=", "--measure: expected a name, got ''"),
     ("compare", "a.jsonl --test b.jsonl --ignore-key modle", "no case has a key field 'modle'"),
     ("compare", "a.log --test b.log --step '(.'", "a regular expression (missing ), unterminated "),
-    ("compare", "a.log --test b.log --step ms", "with a group around the number, got 'ms'; e.g. "),
+    (
+        "compare",
+        "a.log --test b.log --step ms",
+        "expected JSON with a field 'ms', or a pattern with a group, as --step",
+    ),
     (
         "compare",
         "a.log --test b.log --skip 1",

@@ -7,12 +7,13 @@ import json
 import re
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from analysis.ab import add_flags
-from analysis.logs import step_logs
+from analysis.logs import patterns, step_logs
 from analysis.logs.step_logs import Steps, pattern, steps_of, times_of
 from analysis.runs.load import load
 from harness.cli import Parser
@@ -42,7 +43,7 @@ def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float
             "1/s",
             [1 / 6123, 1 / 1234567],
         ),
-        ("t=1.2e-05, t=3E+00\n", r"t=([\d.eE+-]+)", "s", [1.2e-5, 3.0]),
+        ("t=1.2e-05\nt=3E+00\n", r"t=([\d.eE+-]+)", "s", [1.2e-5, 3.0]),
         ("t=12,345.6\n", r"t=([\d.,]+)", "ms", [12.3456]),
         ("\x1b[31mstep: 1  \x1b[34mtps: \x1b[1m2\x1b[39m\n", r"tps: ([\d,]+)", "1/s", [0.5]),
         # a progress bar: each update begins with \r, and tqdm changes the unit at 1/s
@@ -86,7 +87,7 @@ def test_the_first_matches_are_skipped() -> None:
         ("took 1.2.3 ms\n", MS, 0, "expected a number above 0, got '1.2.3'"),
         ("took -5 ms\n", r"took (\S+) ms", 0, "expected a number above 0, got '-5'"),
         ("took 1e400 ms\n", r"took (\S+) ms", 0, "expected a number above 0, got '1e400'"),
-        ("took 1e30 ms\n", r"took (\S+) ms", 0, "has a time outside of 1e-12 to 1e.09 s"),
+        ("took 1e30\n", r"took (\S+)", 0, "has a time outside of 1e-12 to 1e.09 s"),
         # parts of numbers
         ("tps: 6,123\n", r"tps: ([\d.]+)", 0, "the whole number '6,123', got '6'; e.g. "),
         ("t=1.2e-05\n", r"t=([\d.]+)", 0, r"the whole number '1.2e-05', got '1.2'; e.g. \(\["),
@@ -101,7 +102,7 @@ def test_an_invalid_match_is_refused_in_one_line(
     text: str, words: str, skip: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        seconds(text, words, "s", skip)
+        seconds(text, words, "ms" if " ms" in text else "s", skip)
     assert "\n" not in str(error.value)
 
 
@@ -111,19 +112,211 @@ def flags(*words: str) -> argparse.Namespace:
     return parser.parse_args(["--a", "x", "--out", "x", *words])
 
 
-def test_the_unit_is_never_guessed() -> None:
-    """A rate read as a time would invert the verdict."""
-    steps = steps_of(flags("--step", r"per iteration \(ms\): ([\d.]+)"), {})
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # in the pattern, next to the group
+        (r"elapsed time per iteration \(ms\): ([\d.]+)", (False, 1e-3, "step")),
+        (r"took ([\d.]+) ms", (False, 1e-3, "step")),
+        (r"dt=([\d.]+)s", (False, 1.0, "step")),
+        (r"step_time_us[:=]\s*([\d.]+)", (False, 1e-6, "step")),
+        (r"train_step_timing in s[:=] ?([\d.e-]+)", (False, 1.0, "step")),
+        (r"([\d.]+)s/it", (False, 1.0, "step")),
+        (r"([\d.]+) ms/token", (False, 1e-3, "time per token")),
+        (r"([\d.]+)kit/s", (True, 1e3, "1 / rate")),
+        (r"(?P<rate>\d+)it", (True, 1.0, "1 / rate")),
+        (r"'train_steps_per_second': '?([\d.]+)", (True, 1.0, "1 / rate")),
+        (r"iteration \(ms\):.*TFLOP/s/GPU\): ([\d.]+)", (True, 1.0, "1 / rate")),
+        # elsewhere, two at once, or none
+        (r"iteration \(ms\): .* rate: ([\d.]+)", None),
+        (r"time in ms .* ([\d.]+)", None),
+        (r"time_ms: ([\d.]+)s", None),
+        (r"(?:steps|items): ([\d.]+)", None),
+        (r"([\d.]+)s?", None),
+        (r"tps: ([\d,]+)", None),
+    ],
+)
+def test_the_unit_stands_next_to_the_group(
+    words: str, expected: tuple[bool, float, str] | None
+) -> None:
+    """A rate read as a time would invert the verdict, so a unit elsewhere does not count."""
+    if expected is None:
+        message = "--unit: expected the unit of the numbers in " + re.escape(f"'{words}'")
+        with pytest.raises(ValueError, match=message) as error:
+            steps_of(flags("--step", words), {})
+        assert "--unit 1/s" not in str(error.value)  # no example that inverts the verdict
+        return
+    steps = steps_of(flags("--step", words), {})
     assert steps
-    assert (steps.unit, steps.skip, steps.measure) == ("ms", 0, "step")
-    rate = steps_of(flags("--step", r"tps: ([\d,]+)", "--unit", "1/s", "--skip", "3"), {})
-    assert rate
-    assert (rate.unit, rate.skip, rate.measure) == ("1/s", 3, "1 / rate")
-    assert steps_of(flags("--step", r"(?P<rate>\d+)it/s"), {})
-    with pytest.raises(ValueError, match="--unit: expected the unit of the numbers in 'tps: "):
-        steps_of(flags("--step", r"tps: ([\d,]+)"), {})
-    with pytest.raises(ValueError, match=r"--unit s cannot be used with .*named after their units"):
-        steps_of(flags("--step", r"(?P<rate>\d+)it/s", "--unit", "s"), {})
+    (unit,) = steps.units
+    assert unit
+    assert (unit.is_rate, unit.factor, steps.measure) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "unit", "message"),
+    [
+        (r"dt=([\d.]+)s", "1/s", "--unit 1/s contradicts the unit in .*, which is s;"),
+        (r"([\d.]+)it/s", "ms", "--unit ms contradicts .*, which is it/s;"),
+        (r"(?P<rate>\d+)it/s", "s", "--unit s cannot be used with .*named after their units"),
+    ],
+)
+def test_a_unit_that_contradicts_the_pattern(words: str, unit: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        steps_of(flags("--step", words, "--unit", unit), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "unit", "expected"),
+    [
+        ("it 1: 2.0it/s\nit 2: 1.5kit/s\n", r": ([\d.]+)", "1/s", [0.5, 1 / 1500]),
+        ("tps: 12.5k\ntps: 980\n", r"tps: ([\d.]+)", "1/s", [1 / 12500, 1 / 980]),
+        ("took 5 ms\ntook 1.2 s\n", r"took ([\d.]+)", "ms", "line 2: expected numbers in ms"),
+        ("took 0.02s\n", r"took ([\d.]+)", "1/s", "line 1: expected numbers in 1/s, got '0.02s'"),
+        # the name of the next field is not a unit
+        ("took 5 s: 7\n", r"took ([\d.]+)", "ms", [0.005]),
+    ],
+)
+def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[float] | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            seconds(text, words, unit)
+    else:
+        assert seconds(text, words, unit) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words", "expected"),
+    [
+        # a decimal comma: 0,998 and 1,5 cannot have a separator of thousands
+        (["0,998", "1,002"], r"took ([\d,.]+)", [0.998, 1.002]),
+        (["1,5", "12,25", "1234,125"], r"took ([\d,.]+)", [1.5, 12.25, 1234.125]),
+        (["1.013,5", "998,25", "1.013"], r"took ([\d,.]+)", [1013.5, 998.25, 1013]),
+        (["1,003", "1,004"], r"took (\d+,\d+)", [1.003, 1.004]),  # the pattern says so
+        # separators of thousands
+        (["6,123", "7,250.5"], r"took ([\d,.]+)", [6123, 7250.5]),
+        (["6,123", "812"], r"took (\d+(?:,\d{3})*)", [6123, 812]),
+        (["1 013.0", "990.0"], r"took ([\d. ]+) s", [1013, 990]),
+        (["1'013.0", "1\u202f013,5"], r"took ([\d.,'\u202f]+) s", "both decimal points and"),
+        (["1\u202f013,5", "990,0"], r"took ([\d.,\s]+) s", [1013.5, 990]),
+        (["1'013'250.5"], r"took ([\d.']+)", [1013250.5]),
+        (["1_013.5"], r"took ([\d._]+)", [1013.5]),
+        (["1,234,567.25"], r"took ([\d.,]+)", [1234567.25]),
+        # which of the two it is cannot be told
+        (["1,003", "1,004"], r"took ([\d,.]+)", "'1,003' may be 1003 or 1.003"),
+        (["1.013", "1,004"], r"took ([\d,.]+)", "'1,004' may be 1004 or 1.004"),
+        (["0.998", "0,998"], r"took ([\d,.]+)", "both decimal points and decimal commas"),
+        # parts of a number
+        (["1 013.0"], r"([\d.]+) s", "'1 013.0' may be one number or two"),
+        (["1 113.0", "990.0"], r"([\d.]+) s", "'1 113.0' may be one number or two"),
+        (["1'013.0"], r"([\d.]+) s", "the whole number '1'013.0', got '013.0'"),
+        (["1\u202f013.0"], r"([\d.]+) s", "the whole number .*, got '013.0'"),
+        (["1 013.0"], r"took ([\d.]+)", "'1 013.0' may be one number or two"),
+        (["1 013.0"], r".* ([\d.]+) s", "'1 013.0' may be one number or two"),
+        (["0,99"], r"([\d.]+) s", "the whole number '0,99', got '99'"),
+        (["1,5"], r"took ([\d.]+)", "the whole number '1,5', got '1'"),
+        (["1:02.5"], r"([\d.]+) s", "the whole number '1:02.5', got '02.5'"),
+        (["12.5"], r"took (\d+).*s", "the whole number '12.5', got '12'"),
+        (["990.0", "1 013.0"], r"took ([\d.]+) s", "line 2: expected no separator of thousands"),
+        (["1,00,000.5"], r"took ([\d.,]+)", "expected a number above 0, got '1,00,000.5'"),
+    ],
+)
+def test_decimal_marks_and_separators_of_thousands(
+    numbers: list[str], words: str, expected: list[float] | str
+) -> None:
+    """A number is read whole, or refused."""
+    text = "".join(f"took {number} s\n" for number in numbers)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            seconds(text, words)
+    else:
+        assert seconds(text, words) == pytest.approx(expected, rel=1e-12)
+
+
+def test_other_numbers_of_the_lines_show_the_decimal_mark() -> None:
+    text = "loss: 12.2541 tps: 6,123\nloss: 7.1024 tps: 6,250\n"
+    assert seconds(text, r"tps: ([\d,]+)", "1/s") == pytest.approx([1 / 6123, 1 / 6250])
+    with pytest.raises(ValueError, match=r"'6,123' may be 6123 or 6\.123"):
+        seconds(text.replace(".", " "), r"tps: ([\d,]+)", "1/s")
+
+
+def test_a_column_before_the_number_is_not_a_part_of_it() -> None:
+    """`10 431.5` is a step and its time if some steps cannot be thousands, or if all count up."""
+    lines = [f"{step} {431.5 + step}" for step in (1, 2, 3)]
+    assert seconds("\n".join(lines), r"([\d.]+)$", "ms") == pytest.approx([0.4325, 0.4335, 0.4345])
+    assert seconds("10 431.5\n10 1431.5\n", r"([\d.]+)$", "ms") == pytest.approx([0.4315, 1.4315])
+    assert seconds("1 431.5\n", r"^\d+ ([\d.]+)", "ms") == pytest.approx([0.4315])
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "expected"),
+    [
+        ("time: 0.540, data_time: 0.006", r"time: ([\d.]+)", 0.540),
+        ("data_time: 0.006, time: 0.540", r"time: ([\d.]+)", 0.540),
+        ("0.540 s, 0.006 s", r"([\d.]+) s", "got 2, e.g. '0.540 s' and '0.006 s'; begin it"),
+        (
+            "fwd time: 0.1, bwd time: 0.2",
+            r"time: ([\d.]+)",
+            r"got 2, .*; e.g. --step 'fwd time: \(\[\\d.\]\+\)'",
+        ),
+    ],
+)
+def test_two_matches_in_a_line(line: str, words: str, expected: float | str) -> None:
+    """One of them may be another time. The one that begins a word is meant."""
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            seconds(f"{line}\n", words)
+    else:
+        assert seconds(f"{line}\n", words) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"step_ms": [' + "12.345, " * 100_000 + "1]}", r"(\d+\.\d+)"),
+        ("1," * 400_000 + "5 ms", r"(\d+) ms"),
+        ("x" * 20_000_000, r"took ([\d.]+)"),
+    ],
+)
+def test_a_long_line_is_read_in_linear_time(line: str, words: str) -> None:
+    """With a search from the beginning of the line for each number, these took minutes."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"got 100,000|at most 1,000,000 characters|whole number"):
+        seconds(line, words, "ms")
+    assert time.process_time() - began < 30  # no measurement: quadratic time is far above it
+
+
+FIELDS = {
+    "metrics.jsonl": (
+        '{"step": 1, "time/step(s)": 0.50, "tps": null}\n'
+        'a line of the launcher\n[rank0]: {"step": 2, "time/step(s)": 0.25}\n{"step": 3}\n'
+    ),
+    "trainer_state.json": (
+        '{"epoch": 2.0, "log_history": [\n{"loss": 1.5, "step": 10, "time/step(s)": 0.50},\n'
+        '{"step": 20, "time/step(s)": 0.25}, {"train_runtime": 52.3}]}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_of_json(name: str) -> None:
+    """The name has a group, and is no pattern where a field has this name."""
+    steps = steps_of(flags("--step", "time/step(s)"), {})
+    assert steps
+    found = times_of(FIELDS[name].encode(), steps, name)
+    assert (found.times_s, steps.measure) == ([0.5, 0.25], "step")
+    assert found.last_digit == pytest.approx(0.01 / 0.375)
+
+
+def test_fields_within_fields_and_unknown_fields() -> None:
+    text = '{"perf": {"step_ms": 250}}\n'
+    assert seconds(text, "perf.step_ms", "") == [0.25]
+    with pytest.raises(ValueError, match=r"expected a field 'perf.step'.*; its fields are perf"):
+        seconds(text, "perf.step", "s")
+    with pytest.raises(ValueError, match="expected JSON with a field 'tps', or a pattern"):
+        seconds("tps 5\n", "tps", "s")
+    with pytest.raises(ValueError, match=r"line 1: expected a number in 'tps', got a list"):
+        seconds('{"tps": [1]}', "tps", "1/s")
 
 
 # -- compare.py ------------------------------------------------------------------------------------
@@ -154,9 +347,13 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert "--fail-on slower: failed (1 slower [load not recorded])" in done.stdout
     # as rates, 1.2 times as many per second are faster
-    rates = run(*words[:4], "--step", MS, "--skip", "2", "--unit", "1/s")
+    for path in tmp_path.rglob("*.log"):
+        path.write_text(path.read_text().replace(" ms", " it/s"))
+    rates = run(*words[:4], "--step", r"took ([\d.]+)", "--skip", "2", "--unit", "1/s")
     assert "compare log (1 / rate)" in rates.stdout
-    assert "1.20x faster" in rates.stdout
+    assert re.search(r"^1 / rate .* 1.20x faster", rates.stdout, re.MULTILINE), rates.stdout
+    for path in tmp_path.rglob("*.log"):
+        path.write_text(path.read_text().replace(" it/s", " ms"))
     one = run("compare.py", f"{old}/0.log", "--test", f"{new}/0.log", "--step", MS)
     assert "one run per side does not show how much runs vary" in one.stdout
     assert "# 1 undecided\n" in one.stdout
@@ -239,12 +436,17 @@ TRAINER = """
 {'train_runtime': 52.3131, 'train_samples_per_second': 61.17, 'train_steps_per_second': 1.912, \
 'train_loss': 1.9, 'epoch': 2.0}
 """
+MMENGINE = """
+2026/11/02 09:00:41 - mmengine - INFO - Epoch(train)  [1][ 10/7330]  lr: 2.0e-04  eta: 1 day, \
+1:02:03  time: 0.5402  data_time: 0.0061  memory: 9540  loss: 2.31
+"""
 LOGS: dict[str, tuple[str, list[float]]] = {
     "Megatron-LM": (MEGATRON, [1.1476, 0.4315]),
     "torchtitan": (TITAN, [1 / 812, 1 / 7250]),
     "Lightning": (LIGHTNING, [1 / 8.0, 1 / 8.16]),
     "NeMo": (NEMO, [7.126, 0.03146, 3.13]),
     "Hugging Face Trainer": (TRAINER, [1 / 0.788, 1 / 1.912]),
+    "mmengine": (MMENGINE, [0.5402]),
     "tqdm": (TRAINER, [1.27]),
 }
 PAGE = (ROOT / "docs" / "compare.md").read_text()
@@ -254,6 +456,7 @@ ROWS += [("tqdm", words) for words in re.findall(r"^    (--step .+)$", PAGE, re.
 
 def test_each_pattern_of_the_page_has_a_sample_log() -> None:
     assert [name for name, _ in ROWS] == list(LOGS)
+    assert {name: words for name, words in ROWS} == patterns.PATTERNS
 
 
 @pytest.mark.parametrize(("name", "words"), ROWS)
@@ -341,7 +544,7 @@ def test_report_py_shows_logs(out: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = run("report.py", str(out), "-o", str(page))
     assert done.returncode == 0, done.stderr
-    assert "last digit share" in page.read_text()
+    assert "step mean (ms)" in page.read_text()
 
 
 def test_a_folder_without_logs(tmp_path: Path) -> None:
@@ -354,4 +557,4 @@ def test_a_folder_without_logs(tmp_path: Path) -> None:
 
 def test_escape_sequences_are_removed() -> None:
     for codes in ("\x1b[1;31m", "\x1b]0;title\x07", "\x1b]8;;x\x1b\\", "\x1b[2K", "\x1bM"):
-        assert step_logs.CODES.sub("", f"a{codes}b") == "ab"
+        assert patterns.CODES.sub("", f"a{codes}b") == "ab"

@@ -1,0 +1,213 @@
+"""Compare logs of steps: one run per job, and a second look at the mean if steps stall.
+
+The median of a log does not see steps that wait, e.g. every fourth for the loader, but the training
+takes as long as all its steps. If their share differs between runs, the means are compared as well,
+and the two looks share the error rate.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+
+from analysis.logs import series
+from analysis.runs.load import LEADING, MEAN, STEP, Row, Run
+from analysis.runs.verdicts import Comparison, Design, Result
+from analysis.runs.verdicts import compare as compare_once
+from analysis.show import canonical, show_time
+from common.stats import median
+from harness.cli import cut
+
+LONG_S = 10.0  # a longer step may be a rate that was read as a time
+# The rank in a path: torchrun's attempt_0/3/, rank3, rank-3, rank_3
+RANK = re.compile(r"(?<=attempt_)(\d+)/\d+(?=/)|(?<![A-Za-z])((?:local_)?rank[-_\[]?)\d+")
+
+
+def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
+    """`verdicts.compare`, with two looks at logs whose steps stall."""
+    if not all(is_log(run) for run in [*base, *test]):
+        return compare_once(base, test, design)
+    lines = [*remarks_of(base, "BASE"), *remarks_of(test, "TEST")]
+    if not design.paired:
+        base, test, of_jobs = one_run_per_job(base, test)
+        lines += of_jobs
+    if is_steady([*base, *test], design.margin):
+        comparison = compare_once(base, test, design)
+    else:
+        lines += stall_lines(base, test)
+        design = replace(design, alpha=design.alpha / 2)
+        comparison = compare_once(base, test, design)
+        by_mean = compare_once(means_of(base), means_of(test), design)
+        comparison.cases.extend(by_mean.cases)
+        decide_contradiction(comparison.cases)
+    comparison.warnings.extend(lines)
+    return comparison
+
+
+def is_log(run: Run) -> bool:
+    """Whether the run is a log, or the report that ab.py wrote of one."""
+    return bool(run.rows) and all(MEAN in row.metrics for row in run.rows.values())
+
+
+def row_of(run: Run) -> Row:
+    return next(iter(run.rows.values()))
+
+
+def is_steady(runs: Sequence[Run], margin: float) -> bool:
+    """Whether the mean says what the median says: in all runs it exceeds the median alike."""
+    excesses = [series.excess(row_of(run).times_s) for run in runs]
+    return max(excesses) - min(excesses) <= margin / 2
+
+
+def means_of(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with the mean over steps as their time."""
+    return [replace(run, rows=dict([mean_of(row_of(run))])) for run in runs]
+
+
+def mean_of(row: Row) -> tuple[str, Row]:
+    """The row of a log with the mean over steps as its time, and its key as text."""
+    key = row.key | {"statistic": "mean"}
+    kind = row.time_is.replace("median", "mean", 1)
+    mean_s = float(np.mean(row.times_s))
+    return canonical(key), replace(
+        row, key=key, label=f"{row.label}, mean", time_s=mean_s, time_is=kind
+    )
+
+
+def decide_contradiction(cases: Sequence[Result]) -> None:
+    """A case whose median is slower and whose mean is faster, or the reverse, is undecided."""
+    if {"slower", "faster"} <= {case.verdict for case in cases}:
+        for case in cases:
+            case.verdict = "undecided"
+            case.reason = "median and mean contradict each other; what do the slow steps wait for?"
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+def remarks_of(runs: Sequence[Run], side: str) -> list[str]:
+    """Lines about files, slow starts and implausible units."""
+    lines = [remark for run in runs for remark in run.remarks]
+    leading = [row_of(run).metrics.get(LEADING) or 0 for run in runs]
+    if any(leading):
+        low, high = min(leading), max(leading)
+        many = f"{low}" if low == high else f"{low} to {high}"
+        noun = "step" if high == 1 else "steps"
+        what = f"the first {many} {noun} of the logs of {side} took more than"
+        lines.append(f"{what} {series.SLOW_START:g} medians, and are left out; --skip N sets it")
+    middle = median([row_of(run).time_s for run in runs]).value
+    if middle > LONG_S and row_of(runs[0]).measure != STEP:
+        lines.append(f"1 / rate is {show_time(middle)} in {side}; are the numbers times?")
+    elif middle > LONG_S:
+        lines.append(f"a step takes {show_time(middle)} in {side}; is its unit right?")
+    return lines
+
+
+def stall_lines(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
+    """`TEST: 1 of 4 steps takes 2.9 times as long, and the mean is 1.48 times the median`."""
+    lines = []
+    for side, runs in {"BASE": base, "TEST": test}.items():
+        scaled = [np.asarray(row_of(run).times_s) / row_of(run).time_s for run in runs]
+        together = np.concatenate(scaled).tolist()
+        text = series.stall_text(together)
+        if text:
+            factor = f"{float(np.mean(together)):.2f}"
+            lines.append(f"{side}: {text}; the mean is {factor} times the median")
+    return lines
+
+
+# -- ranks of one job ------------------------------------------------------------------------------
+
+
+def one_run_per_job(
+    base: Sequence[Run], test: Sequence[Run]
+) -> tuple[Sequence[Run], Sequence[Run], list[str]]:
+    """The sides with one run for the ranks of each job, and lines that say so.
+
+    Two files are of one job if their steps go together, and those of no file of the other side do.
+    If all do, as in runs with the same data, the paths or overlapping times decide. Runs with a
+    start, which ab.py made, are never ranks of one job.
+    """
+    if any(run.started_at for run in [*base, *test]):
+        return base, test, []
+    across = [together(a, b) for a, b in product(base, test)]
+    others = max((x for x in across if x is not None), default=0.0)
+    lines: list[str] = []
+    sides = []
+    for side, runs in {"BASE": base, "TEST": test}.items():
+        pairs, doubtful = pairs_of(runs, others)
+        jobs = series.groups(len(runs), pairs)
+        sides.append([merged([runs[i] for i in job]) for job in jobs])
+        for job in jobs:
+            if len(job) > 1:
+                names = cut([runs[i].label for i in job], 3)
+                what = f"{len(job)} files of {side} are ranks of one job, whose steps go together"
+                lines.append(f"{what}: {names}; they count as one run, by the slowest rank")
+        if doubtful:
+            what = f"the steps of {cut(doubtful, 3)} go together, as those of the ranks of one job"
+            lines.append(f"{what} or of runs with the same data; give one file per job")
+    return sides[0], sides[1], lines
+
+
+def pairs_of(runs: Sequence[Run], others: float) -> tuple[list[tuple[int, int]], list[str]]:
+    """The pairs of a side that are ranks of one job, and the labels of those that may be.
+
+    others: the highest correlation of two files of different sides.
+    """
+    pairs = []
+    doubtful: dict[str, None] = {}
+    for i, j in combinations(range(len(runs)), 2):
+        a, b = runs[i], runs[j]
+        if row_of(a).times_s == row_of(b).times_s:  # a copy, which does not count anyway
+            continue
+        in_job = same_job(a.label, b.label)
+        found = together(a, b)
+        if found is None:
+            is_pair = in_job
+        elif found <= series.TOGETHER or apart(a, b):
+            continue
+        elif found > others + series.ABOVE_OTHERS:
+            is_pair = True
+        else:
+            is_pair = in_job or overlap(a, b)
+            if not is_pair:
+                doubtful |= {a.label: None, b.label: None}
+        if is_pair:
+            pairs.append((i, j))
+    return pairs, [*doubtful]
+
+
+def together(a: Run, b: Run) -> float | None:
+    return series.correlation(row_of(a).times_s, row_of(b).times_s)
+
+
+def same_job(a: str, b: str) -> bool:
+    """Whether two paths differ only in a rank."""
+    first, second = (RANK.sub(lambda match: match[2] or match[1], path) for path in (a, b))
+    return a != b and first == second
+
+
+def overlap(a: Run, b: Run) -> bool:
+    """Whether the times of day in two logs overlap."""
+    return bool(a.span and b.span) and not apart(a, b)
+
+
+def apart(a: Run, b: Run) -> bool:
+    """Whether one log ends before the other begins."""
+    return bool(a.span and b.span and (a.span[1] < b.span[0] or b.span[1] < a.span[0]))
+
+
+def merged(runs: Sequence[Run]) -> Run:
+    """The ranks of a job as one run: the slowest rank in each step that all have."""
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    rows = [row_of(run) for run in runs]
+    count = min(len(row.times_s) for row in rows)
+    times_s = np.max([row.times_s[:count] for row in rows], axis=0)
+    row = replace(rows[0], times_s=times_s.tolist(), time_s=float(np.median(times_s)))
+    label = f"{first.label} and {len(runs) - 1} others"
+    form = next(iter(first.rows))
+    return replace(first, rows={form: row}, label=label, digest=" ".join(r.digest for r in runs))

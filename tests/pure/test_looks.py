@@ -1,0 +1,301 @@
+"""analysis/logs/series.py and runs/looks.py: what a series of step times shows before it becomes
+one number."""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from analysis.logs import series
+from tests.pure.reports import run
+
+MS = r"took ([\d.]+) ms"
+
+
+def write(path: Path, times_ms: Sequence[float], form: str = "step {} took {:.2f} ms") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [form.format(number, time_ms) for number, time_ms in enumerate(times_ms)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def near(base: float, seed: int, scatter: float = 0.05, count: int = 40) -> list[float]:
+    draw = random.Random(seed)
+    return [base + draw.gauss(0, scatter) for _ in range(count)]
+
+
+def sides(
+    folder: Path, make: Callable[[bool, int], list[float]], *words: str, runs: int = 6
+) -> tuple[int, str]:
+    """The exit status and the output of a comparison. make: the times of a run; whether it is one
+    of TEST, and its number."""
+    for number in range(runs):
+        write(folder / "old" / f"{number}.log", make(False, number))
+        write(folder / "new" / f"{number}.log", make(True, number))
+    return compare(folder, *words)
+
+
+def compare(folder: Path, *words: str) -> tuple[int, str]:
+    more = words if "--step" in words else ("--step", MS, *words)
+    paths = [str(folder / "old"), "--test", str(folder / "new")]
+    done = run("compare.py", *paths, *more, "--fail-on", "slower,faster")
+    return done.returncode, done.stdout + done.stderr
+
+
+# -- stalls ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "wait_ms", "ratio", "text"),
+    [
+        # (9.4 + 18 / 4) / 9.4: one step of four waits for the loader, and takes 27.4 / 9.4
+        (4, 18.0, r"1\.48x slower", "1 of 4 steps takes 2.9 times as long; the mean is 1.48 times"),
+        # (9.4 + 120 / 20) / 9.4
+        (20, 120.0, r"1\.64x slower", "1 of 20 steps takes 14 times as long; the mean is 1.64"),
+        # every tenth step is faster: the mean falls by 8 / 10 of 9.4
+        (10, -8.0, r"1\.09x faster", "1 of 10 steps takes 0.15 times as long"),
+    ],
+)
+def test_the_mean_sees_stalls(
+    tmp_path: Path, every: int, wait_ms: float, ratio: str, text: str
+) -> None:
+    """The median of a step stays, and the training takes longer, or is faster."""
+
+    def make(is_test: bool, number: int) -> list[float]:
+        times = near(9.4, 2 * number + is_test)
+        return [t + wait_ms * is_test * (i % every == 1) for i, t in enumerate(times)]
+
+    status, out = sides(tmp_path, make)
+    assert status == 1, out
+    assert re.search(r"^step +9.39\d ms +9.[34]\d+ ms .* same ", out, re.MULTILINE), out
+    assert "97.5% interval" in out
+    assert re.search(rf"^step, mean .* {ratio} .* (slower|faster) \[", out, re.MULTILINE), out
+    assert f"# warning: TEST: {text}" in out
+    assert "2 looks share the error rate of 5%" in out
+
+
+@pytest.mark.parametrize("stall_ms", [0.0, 20.0])
+def test_logs_that_stall_alike_have_one_line(tmp_path: Path, stall_ms: float) -> None:
+    """A steady log gets no new line, and neither do logs with the same stalls."""
+
+    def make(is_test: bool, number: int) -> list[float]:
+        times = near(9.4, 2 * number + is_test, 0.01)
+        return [t + stall_ms * (i % 4 == 1) for i, t in enumerate(times)]
+
+    status, out = sides(tmp_path, make)
+    assert (status, "mean" in out.replace("means", ""), "warning" in out) == (0, False, False), out
+
+
+def test_median_and_mean_that_contradict_each_other_are_undecided(tmp_path: Path) -> None:
+    """In BASE, one step of four takes 40 ms and the others 10; in TEST, all take 12 ms: the mean
+    falls from 17.5 to 12 ms, and the median grows."""
+
+    def make(is_test: bool, number: int) -> list[float]:
+        times = near(12.0 if is_test else 10.0, 2 * number + is_test)
+        return [t + 30 * (not is_test) * (i % 4 == 1) for i, t in enumerate(times)]
+
+    status, out = sides(tmp_path, make)
+    assert status == 4, out
+    assert re.search(r"^step +10.\d+ ms +12.\d+ ms +1.20x slower .* undecided$", out, re.MULTILINE)
+    assert re.search(r"^step, mean .* 1.46x faster .* undecided$", out, re.MULTILINE), out
+    assert "2 cases, undecided: median and mean contradict each other" in out
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ([10.0, 10.0, 10.0, 29.0] * 5, "1 of 4 steps takes 2.9 times as long"),
+        ([10.0] * 17 + [50.0, 10.0, 50.0], "1 of 10 steps takes 5 times as long"),
+        ([10.0] * 5 + [20.0] + [10.0] + [20.0], "1 of 4 steps takes 2 times as long"),
+        ([10.0] * 5 + [20.0, 10.0] + [20.0, 20.0], "1 of 3 steps takes 2 times as long"),
+        ([10.0] * 5 + [20.0, 10.0] * 2, "2 of 9 steps take 2 times as long"),
+        ([10.0] * 8, ""),
+        (
+            ([30.0] * 8 + [5.0] * 6) * 3,
+            "18 of 42 steps, in blocks of about 6, take 0.17 times as long, as after restarts",
+        ),
+    ],
+)
+def test_a_sentence_about_unusual_steps(times: list[float], text: str) -> None:
+    assert series.stall_text(times) == text
+
+
+# -- slow starts and restarts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("times", "starts", "expected"),
+    [
+        ([90.0, 31.0, 10.0, 10.0, 31.0, 10.0, 10.0, 10.0], [], [0, 1]),
+        ([30.0, 10.0, 10.0, 10.0], [], []),  # not above 3 medians
+        ([90.0, 90.0, 90.0, 10.0], [], []),  # the median of the second half is 50 ms
+        ([90.0, 10.0], [], []),  # too few to know
+        ([99.0, 10.0, 10.0, 10.0, 99.0, 10.0, 10.0, 10.0], [4], [0, 4]),
+    ],
+)
+def test_slow_leading_steps(times: list[float], starts: list[int], expected: list[int]) -> None:
+    assert series.slow_start(times, starts) == expected
+
+
+def test_leading_steps_are_left_out_with_a_line(tmp_path: Path) -> None:
+    def make(is_test: bool, number: int) -> list[float]:
+        return [3000.0, 400.0, *near(9.4, 2 * number + is_test)]
+
+    status, out = sides(tmp_path, make)
+    assert status == 0, out
+    assert "the first 2 steps of the logs of TEST took more than 3 medians" in out
+    assert re.search(r"^step +9.39\d ms +9.39\d ms .* same ", out, re.MULTILINE), out
+    assert "first 2" not in compare(tmp_path, "--skip", "2")[1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ([(1,), (2,), (3,), (1,), (2,), (3,)], [3]),
+        ([(10, 100), (20, 100), (30, 100), (10, 100), (20, 100)], [3]),
+        ([(300,), (310,), (320,), (310,), (320,), (330,)], []),  # ranks that are not in step
+        ([(1,), (2,), (1,), (2,), (3,), (2,), (3,), (4,)], []),  # two ranks
+        ([(300,), (310,), (320,), (330,), (340,), (310,), (320,)], [5]),  # from a checkpoint
+        ([(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1)], []),  # epochs
+        ([(1, 1), (2, 2), (3, 3), (1, 4), (2, 5), (3, 6)], []),  # all steps are counted as well
+        ([(7,), (3,), (5,), (9,), (1,)], []),
+        ([(), (), (), ()], []),
+        ([(1,), (2, 8), (2,), (3,), (1,), (2,)], [4]),
+    ],
+)
+def test_restarts_of_the_step_counter(columns: list[tuple[int, ...]], expected: list[int]) -> None:
+    assert series.restarts(columns) == expected
+
+
+@pytest.mark.parametrize(
+    "form", ["[{}] took {:.4f} ms", "2026-11-29 10:00:01,338 attempt 3 iteration {}/30 took {} ms"]
+)
+@pytest.mark.parametrize("skip", ["0", "20"])
+def test_skip_applies_after_every_restart(tmp_path: Path, form: str, skip: str) -> None:
+    """A job that was requeued appends to its log; each attempt begins with 20 slow steps. The
+    steady step is 500 ms on both sides."""
+    for number in range(2):
+        draw = random.Random(number)
+        slow = [[3000 + 1000 * draw.random() for _ in range(20)] for _ in range(5)]
+        for side, attempts in {"old": 1, "new": 4}.items():
+            path = tmp_path / side / f"{number}.log"
+            texts = []
+            for part in slow[:attempts]:
+                write(path, part + near(500 + number, draw.randrange(999), 2.0, 12), form)
+                texts.append(path.read_text())
+            path.write_text("".join(texts))
+    _, out = compare(tmp_path, "--skip", skip)
+    assert re.search(r"^step +50\d.\d ms +50\d.\d ms +1.00x ", out, re.MULTILINE), out
+    assert ("the first 20 steps of the logs of BASE" in out) == (skip == "0")
+
+
+# -- ranks of one job ------------------------------------------------------------------------------
+
+
+def job(seed: int, base: float, ranks: int = 4) -> list[list[float]]:
+    """The times of the ranks of a job."""
+    common = near(base, seed, 0.6, 60)
+    return [
+        [t + e for t, e in zip(common, near(0.1, r, 0.02, 60), strict=True)] for r in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["attempt_0/{}/stdout.log", "slurm_4711_{}.out", "worker-{}/log.txt"]
+)
+def test_ranks_of_one_job_are_one_run(tmp_path: Path, name: str) -> None:
+    """Two jobs whose steps differ by 3.5%: one run per side, which does not show the scatter."""
+    for side, seed, base in (("old", 1, 100.0), ("new", 2, 103.5)):
+        for rank, times in enumerate(job(seed, base)):
+            write(tmp_path / side / name.format(rank), times)
+        (tmp_path / side / name.format(0)).with_name("stderr.log").write_text("")
+    status, out = compare(tmp_path)
+    assert status == 4, out
+    assert "1 of BASE, 1 of TEST; margin 2%; one run per side" in out
+    assert "4 files of TEST are ranks of one job, whose steps go together" in out
+    assert "left out: 1 file without a match of --step: " in out
+    assert re.search(r"^step +100.\d ms +103.\d ms +1.0\dx slower +- +undecided", out, re.MULTILINE)
+
+
+def test_the_slowest_rank_counts(tmp_path: Path) -> None:
+    """Rank 1 takes 20 ms longer in every second step."""
+    for side, seed in (("old", 1), ("new", 2)):
+        first, second, *_ = job(seed, 100.0)
+        write(tmp_path / side / "0.log", first)
+        write(tmp_path / side / "1.log", [t + 0.2 for t in second])
+    assert re.search(r"^step +100.\d ms +100.\d ms", compare(tmp_path)[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "dates", "expected"),
+    [
+        ("{}.log", ("", ""), "go together, as those of the ranks of one job or of runs with the"),
+        ("rank{}.log", ("", ""), "2 files of BASE are ranks of one job"),
+        ("{}.log", ("10:00:0", "10:00:0"), "2 files of BASE are ranks of one job"),
+        ("{}.log", ("10:00:0", "11:00:0"), "2 of BASE, 2 of TEST"),
+    ],
+)
+def test_runs_with_the_same_data(
+    tmp_path: Path, name: str, dates: tuple[str, str], expected: str
+) -> None:
+    """The steps of all files go together, since all see the same batches. Paths or times decide."""
+    for side, base in (("old", 0.0), ("new", 3.5)):
+        for number, times in enumerate(job(1, 100.0, 2)):
+            date = f"2026-11-29 {dates[number]}{{}} " if dates[0] else ""
+            form = "step {} took {:.2f} ms"
+            path = tmp_path / side / name.format(number)
+            write(path, [t + base for t in times], form)
+            lines = path.read_text().splitlines()
+            path.write_text("\n".join(date.format(i // 10) + t for i, t in enumerate(lines)))
+    out = compare(tmp_path)[1]
+    assert expected in out
+    if dates[0] != dates[1]:
+        assert "go together" not in out
+
+
+def test_separate_runs_are_not_ranks(tmp_path: Path) -> None:
+    status, out = sides(tmp_path, lambda is_test, n: near(9.4, 2 * n + is_test), runs=3)
+    assert "3 of BASE, 3 of TEST" in out
+    assert "ranks" not in out
+    assert status == 0, out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([*range(12)], [2 * x for x in range(12)], 1.0),
+        ([*range(12)], [-x for x in range(12)], -1.0),
+        ([*range(9)], [*range(9)], None),  # fewer than 10 steps
+        ([1.0] * 12, [*range(12)], None),
+        # 1 - 6 * (1 + 1) / (10 * 99): two neighbors are exchanged
+        ([*range(10)], [1, 0, *range(2, 10)], 1 - 12 / 990),
+    ],
+)
+def test_rank_correlation(a: list[float], b: list[float], expected: float | None) -> None:
+    found = series.correlation(a, b)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+# -- units -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ("--step", r"ran ([\d.]+)", "--unit", "1/s"),
+            "1 / rate is 50.00 s in BASE; are the numbers",
+        ),
+        (("--step", r"ran ([\d.]+)", "--unit", "s"), ""),
+        (("--step", r"took ([\d.]+)", "--unit", "s"), "a step takes 22.00 s in TEST; is its unit"),
+    ],
+)
+def test_a_long_step_is_said_aloud(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+    for side, number in (("old", 1), ("new", 2)):
+        write(tmp_path / side / "1.log", [number] * 5, "{} ran 0.02 or took {:.3f}")
+        path = tmp_path / side / "1.log"
+        path.write_text(path.read_text().replace("took ", "took 2"))
+    out = compare(tmp_path, *words)[1]
+    assert line in out if line else " is " not in out.split("case")[0]
