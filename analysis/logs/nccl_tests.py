@@ -15,9 +15,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from analysis.logs.numbers import form_of, read_number
 from analysis.show import canonical, is_number
 from common.stats import Estimate, median
 from harness.cli import show_size
@@ -31,6 +33,7 @@ KNOWN = (  # a name precedes the names that it contains
     *("all_reduce", "all_gather", "reduce_scatter", "alltoallv", "alltoall", "broadcast"),
     *("reduce", "gather", "scatter", "sendrecv", "hypercube"),
 )
+PRINTED = ("time_s", "algbw_gb_per_s", "busbw_gb_per_s")  # metrics of a place, in this order
 BY_LETTERS = {name.replace("_", ""): name for name in KNOWN}  # AllReduce, all_reduce: allreduce
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")  # only these have a redop
 TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # torch -> nccl-tests
@@ -58,6 +61,17 @@ VERSIONS = {
     "nccl": re.compile(r"(?:\b[NR]CCL version |nccl-library=)[: ]*(\d\S*)"),
     "nccl_tests": re.compile(r"\b(?:nccl-tests version|rccl-tests: Version) (\S+)"),
 }
+# What NCCL_DEBUG=INFO says about the network
+NETWORK = {
+    "network": re.compile(r"\bUsing network ([\w-]+)"),
+    "network_plugin": re.compile(
+        r"\bLoaded net plugin (.+? \(v\d+\))|\bNET/OFI .*(aws-ofi-nccl \d\S*)"
+    ),
+}
+# a variable that the user has set; those that differ from run to run are of no interest
+VARIABLE = re.compile(
+    r"\b((?!NCCL_(?:COMM_ID|HOSTID|DEBUG_FILE)\b)[NR]CCL_\w+) set by environment to (\S+?)\.?\s*$"
+)
 # Settings that affect a measurement, with their defaults. Other values are part of the key, so that
 # rows that were measured with different settings are never runs of the same case.
 DEFAULTS: dict[str, int] = {
@@ -102,6 +116,14 @@ BLOCKING = (  # -z in the wording of nccl-tests, then of rccl-tests
     (re.compile(r"Blocking Enabled: wait and barrier after each outer"), 3),
     (re.compile(r"Blocking Enabled: wait for completion and barrier"), 1),
 )
+
+
+@dataclass
+class PrintedCase(Case):
+    """A case whose numbers were printed with few digits. last_digits: by metric, one unit in the
+    last digit / the number."""
+
+    last_digits: dict[str, float] = field(default_factory=dict)
 
 
 def json_reports(document: Any, path: str) -> list[Report]:
@@ -188,6 +210,7 @@ def nccl_report(document: dict[str, Any], path: str) -> Report:
     report = Report(NCCL_TESTS, environment, path, argv, str(document["start_time"]))
     report.status = "complete" if "end_time" in document else "interrupted"
     collective = collective_in(argv[:1], Path(argv[0]).name)
+    add_last_digits(document["results"])
     cases = [case_of(result, collective, ranks, settings) for result in document["results"]]
     fail_all(cases, (document.get("out_of_bounds") or {}).get("count", 0))
     report.cases = merge_repeated(cases)
@@ -210,11 +233,29 @@ def rccl_report(entries: Sequence[dict[str, Any]], path: str) -> Report:
             "bus_bw": entry["busBw"],
             "nwrong": number_of(str(entry.get("wrong", entry.get("#wrong")))),
         }
+    add_last_digits([*results.values()])
     cases = [case_of(result, row[0], row[1]) for row, result in results.items()]
     world_size = max(len(case.ranks) for case in cases)
     report = incomplete_report({"world_size": world_size}, path)
     report.cases = merge_repeated(cases)
     return report
+
+
+def add_last_digits(results: Sequence[Result]) -> None:
+    """Add one unit in the last digit / the number to the numbers of a JSON document.
+
+    12.5 may stand for 12.50: of all rows, the number with the most digits shows the resolution.
+    """
+    for place in PLACES:
+        rows = [result[place] for result in results if isinstance(result.get(place), dict)]
+        for row in rows:
+            row["last_digits"] = {}
+        for name, field_name in zip(PRINTED, ("time", "alg_bw", "bus_bw"), strict=True):
+            printed = [row for row in rows if is_number(row.get(field_name)) and row[field_name]]
+            texts = [repr(float(row[field_name])).removesuffix(".0") for row in printed]
+            decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
+            for row in printed:
+                row["last_digits"][name] = 10.0**-decimals / row[field_name]
 
 
 def case_of(
@@ -239,14 +280,18 @@ def case_of(
     if different:
         table += "; " + ", ".join(f"{name} {value}" for name, value in different.items())
     name = show_size(key["size_bytes"])
-    case = Case(key=key, name=name, table=table, ranks=list(range(ranks or 0)))
+    case = PrintedCase(key=key, name=name, table=table, ranks=list(range(ranks or 0)))
     for place in PLACES:
         numbers = result.get(place) or {}
         time_us = numbers.get("time", numbers.get("cpu_time"))
         if is_number(time_us):
-            case.metrics[f"{place}_time_s"] = Estimate(time_us / 1e6)
-            case.metrics[f"{place}_algbw_gb_per_s"] = Estimate(numbers["alg_bw"])
-            case.metrics[f"{place}_busbw_gb_per_s"] = Estimate(numbers["bus_bw"])
+            printed = {"time_s": time_us / 1e6}
+            printed |= {
+                f"{rate}_gb_per_s": numbers[rate[:3] + "_bw"] for rate in ("algbw", "busbw")
+            }
+            case.metrics |= {f"{place}_{name}": Estimate(x) for name, x in printed.items()}
+            shares = numbers.get("last_digits") or {}
+            case.last_digits |= {f"{place}_{name}": share for name, share in shares.items()}
         each = result.get(f"{place}_per_iter")  # with -I 1: the slowest process in each iteration
         if each:
             times_us = each["times_us"][each["skipped_iterations"] :]
@@ -275,7 +320,8 @@ def merge_repeated(cases: Iterable[Case]) -> list[Case]:
 def merge(rows: Sequence[Case]) -> Case:
     """Merge rows of one case: medians, and all times. The case fails if any row failed."""
     first = rows[0]
-    case = Case(key=first.key, name=first.name, table=first.table, ranks=first.ranks)
+    case = PrintedCase(key=first.key, name=first.name, table=first.table, ranks=first.ranks)
+    case.last_digits = dict(vars(first).get("last_digits", {}))
     for name in first.metrics:
         case.metrics[name] = median([row.metrics[name].value for row in rows])
         if name.endswith("_time_s"):
@@ -440,7 +486,7 @@ def layout_of(hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def environment_of(lines: Sequence[str]) -> dict[str, Any]:
-    """Versions, ranks, hosts, devices and parameters in the lines."""
+    """Versions, network, variables, ranks, hosts, devices and parameters in the lines."""
     environment: dict[str, Any] = {}
     for name, pattern in VERSIONS.items():
         matches = matches_in(lines, pattern)
@@ -450,6 +496,11 @@ def environment_of(lines: Sequence[str]) -> dict[str, Any]:
         environment["world_size"] = 1 + max(int(match[1]) for match in ranks)
         environment |= layout_of([match[3] for match in ranks])
         environment["devices"] = sorted({match[4].strip() for match in ranks if match[4]})
+    for name, pattern in NETWORK.items():
+        if found := {match[1] or match[2] for match in matches_in(lines, pattern)}:
+            environment[name] = sorted(found)
+    if variables := matches_in(lines, VARIABLE):
+        environment["variables"] = {match[1]: match[2] for match in variables}
     parameters = parameters_in(lines)
     return environment | {name: parameters[name] for name in OF_ENVIRONMENT if name in parameters}
 
@@ -491,24 +542,36 @@ def result_of(
     starts = [i for i, name in enumerate(columns) if name in ("time", "cputime")]
     places = PLACES[1:] if in_place_only and len(starts) == 1 else PLACES
     for place, start in zip(places, starts, strict=False):
-        time, algbw, busbw, wrong = (number_of(word) for word in words[start : start + 4])
+        printed = [number_of(word) for word in words[start : start + 3]]
+        time, algbw, busbw = printed
         if time is None or algbw is None or busbw is None:
             raise ValueError("a row without a time")
-        if columns[start + 3] == "error":  # before 2.13: the largest relative error
-            wrong = None
+        # before 2.13: `error`, the largest relative error; or none of both
+        has_wrong = columns[start + 3 : start + 4] == ["#wrong"]
         result["bandwidths"].append((words[start + 1], words[start + 2]))
         result[place] = {
             "time": time * factors[start],
             "alg_bw": algbw * factors[start + 1],
             "bus_bw": busbw * factors[start + 2],
-            "nwrong": wrong,
+            "nwrong": number_of(words[start + 3]) if has_wrong else None,
+            "last_digits": dict(zip(PRINTED, map(share_of, words[start : start + 3]), strict=True)),
         }
     return result
 
 
 def number_of(word: str) -> float | None:
-    """A number in a table; None for N/A."""
-    return None if word == "N/A" else float(word)
+    """A number in a table; None for N/A. Raises ValueError if it is damaged."""
+    if word == "N/A":
+        return None
+    if form_of(word) not in ("whole", "point", "decimal_point"):
+        raise ValueError("not a number")
+    return read_number(word)[0]
+
+
+def share_of(word: str) -> float:
+    """One unit in the last digit of a number / the number."""
+    value, last_digit = read_number(word)
+    return last_digit / value if value else 0.0
 
 
 ITEM_SIZES = {"half": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float": 4}

@@ -457,3 +457,113 @@ def test_json_of_hyperfine_is_refused(tmp_path: Path) -> None:
     text = json.dumps({"results": [{"command": "torchrun train.py", "mean": 3.1, "times": [3.1]}]})
     with pytest.raises(ValueError, match="is neither a report nor a log with a table"):
         read(tmp_path, text, "hyperfine.json")
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "line"),
+    [
+        (
+            [
+                "node1:9:11 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB",
+                "NCCL INFO Using network IB",
+            ],
+            ["NCCL INFO NET/IB : No device found.", "NCCL INFO Using network Socket"],
+            "network: IB in BASE, Socket in TEST",
+        ),
+        (
+            ["NCCL INFO NET/Plugin: Loaded net plugin IBext_v9 (v9)"],
+            ["NCCL INFO NET/Plugin: Could not find: libnccl-net.so"],
+            "network_plugin: IBext_v9 (v9) in BASE, unset in TEST",
+        ),
+        (
+            ["NCCL INFO NET/OFI Initializing aws-ofi-nccl 1.9.1"],
+            ["NCCL INFO NET/OFI Initializing aws-ofi-nccl 1.14.0"],
+            "network_plugin: aws-ofi-nccl 1.9.1 in BASE, aws-ofi-nccl 1.14.0 in TEST",
+        ),
+        (
+            ["NCCL INFO NCCL_ALGO set by environment to Ring"],
+            ["NCCL INFO NCCL_COMM_ID set by environment to node1:4711"],
+            "variables.NCCL_ALGO: Ring in BASE, unset in TEST",
+        ),
+        (["NCCL INFO Using network IB"], ["NCCL INFO Using network IB"], ""),
+    ],
+)
+def test_the_network_that_a_log_states(
+    tmp_path: Path, base: list[str], test: list[str], line: str
+) -> None:
+    """It differs between the sides, and a line above the table says so."""
+    head, table = LOG.split("#                  ", 1)
+    for side, said in (("a", base), ("b", test)):
+        (tmp_path / f"{side}.log").write_text("\n".join([head, *said, "#      " + table]))
+    done = run("compare.py", str(tmp_path / "a.log"), "--test", str(tmp_path / "b.log"))
+    found = re.findall("^# environment: (.*)$", done.stdout, re.MULTILINE)
+    assert found == [line] * bool(line), done.stdout + done.stderr
+
+
+def test_a_table_without_wrong_values(tmp_path: Path) -> None:
+    """-c 0 in some versions: no column `#wrong`."""
+    text = re.sub(r" #wrong", "", LOG)
+    text = re.sub(r"(?<=\d\.\d\d) +(?:\d|N/A)(?= |$)", "", text, flags=re.MULTILINE)
+    found, rows = read(tmp_path, text)
+    assert found.status == "complete"
+    times = [row.metrics["in_place_time_s"].value for row in rows]
+    assert times == pytest.approx([12e-6, 76.43e-6])
+    assert [row.check for row in rows] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "measure", "verdict"),
+    [
+        # 1.2e+07 stands for 1.15e+07 to 1.25e+07 us, which is +-4.2%
+        ("1.2e+07", "1.2e+07", (), "undecided"),
+        ("1.2e+07", "1.3e+07", (), "undecided"),  # at least 1.25 / 1.25
+        ("1.2e+07", "1.8e+07", (), "slower"),  # at least 1.75 / 1.25
+        ("12000000", "12000000", (), "same"),
+        # the rates have two digits: 0.08 stands for 0.075 to 0.085
+        ("12000000", "12000000", ("--measure", "out_of_place_busbw_gb_per_s"), "undecided"),
+    ],
+)
+def test_rounded_numbers_of_a_table_widen_the_interval(
+    tmp_path: Path, base: str, test: str, measure: tuple[str, ...], verdict: str
+) -> None:
+    for side, time in (("a", base), ("b", test)):
+        for number in range(3):
+            text = LOG.replace(" 12.50 ", f" {time} ").replace("  3   7", "  0   7")
+            (tmp_path / f"{side}{number}.log").write_text(f"run {number} of {side}\n{text}")
+    words = [str(tmp_path / "a?.log"), "--test", str(tmp_path / "b?.log"), *measure]
+    done = run("compare.py", *words)
+    row = next(line for line in done.stdout.splitlines() if line.startswith("1K"))
+    assert verdict in row, done.stdout
+    if verdict == "undecided" and base == test:
+        assert "the logs print so few digits that a number may be off by" in done.stdout
+
+
+def test_the_digits_of_json_widen_the_interval(tmp_path: Path) -> None:
+    """12.5 may stand for 12.50: the number with the most digits shows the resolution."""
+    numbers = {"alg_bw": 0.1, "bus_bw": 0.1}
+    rows: list[dict[str, Any]] = [
+        {"out_of_place": numbers | {"time": time}, "in_place": numbers | {"time": 12.0}}
+        for time in (12.5, 20.04)
+    ]
+    nccl_tests.add_last_digits(rows)
+    assert rows[0]["out_of_place"]["last_digits"]["time_s"] == pytest.approx(0.01 / 12.5)
+    assert rows[1]["in_place"]["last_digits"]["time_s"] == pytest.approx(1 / 12)
+
+
+def test_an_unknown_log_has_a_suggestion(tmp_path: Path) -> None:
+    """A known program, a field of JSON, or the word before a number with a unit."""
+    texts = {
+        r"Megatron-LM: --step 'elapsed time per iteration \(ms\): ([\d.]+)'": (
+            " iteration 10/ 2000 | elapsed time per iteration (ms): 1147.6 | learning rate: 1E-05 |"
+        ),
+        "mmengine: --step ' time: ([\\d.]+)' --unit s": "eta: 1:02:03, time: 0.54, data_time: 0.01",
+        "its fields are read by --step 'step_ms' or 'tps'": '{"step": 1, "step_ms": 5, "tps": 7.5}',
+        "by e.g. --step 'took ([\\d.]+) ms'": "step took 5.0 ms\n" * 3,
+        "by --step, e.g. --step 'took ([\\d.]+) ms'": "hello 5",
+    }
+    for expected, text in texts.items():
+        path = tmp_path / "x.log"
+        path.write_text(f"{text}\n")
+        with pytest.raises(ValueError, match="neither a report nor a log") as error:
+            load([str(path)])
+        assert expected in str(error.value), error.value
