@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from harness import cli  # first: it reports a missing package
+from harness import exits  # first: it reports a missing package
 
 
 def end_interrupted(
@@ -12,9 +12,9 @@ def end_interrupted(
 ) -> None:
     """sys.excepthook: on Ctrl-C, print one line and exit with status 130."""
     if issubclass(kind, KeyboardInterrupt) and not hasattr(sys, "ps1"):  # not in a Python shell
-        cli.print_error(f"{Path(sys.argv[0]).name}: interrupted")
+        exits.print_error(f"{Path(sys.argv[0]).name}: interrupted")
         sys.exit(130)
-    cli.name_missing_package(kind, error, trace)
+    exits.name_missing_package(kind, error, trace)
 
 
 sys.excepthook = end_interrupted

@@ -60,7 +60,8 @@ from analysis.runs.looks import compare
 from analysis.runs.plan import Verdict, remarks_on
 from analysis.runs.verdicts import MAX_RUNS, Comparison, quantile, runs_needed
 from analysis.show import one_line, put
-from harness.cli import Parser, checked, duration, number, positive_int, print_error, raise_invalid
+from harness.cli import Parser, checked, duration, number, positive_int, raise_invalid
+from harness.exits import print_error
 
 FORECAST_AFTER = 3  # rounds
 Compared = Callable[[int], Comparison]  # the comparison after a number of rounds

@@ -67,7 +67,8 @@ from analysis.runs.verdicts import (
 )
 from analysis.show import clean, join_distinct, one_line, put, show_table, show_time
 from common.stats import significant
-from harness.cli import Parser, checked, fraction, list_of, refuse
+from harness.cli import Parser, checked, fraction, list_of
+from harness.exits import refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")

@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.logs.watchdog import UNKNOWN, Call, Evidence, Exit
 from analysis.show import clean, one_line, put
 from harness import files
-from harness.cli import NO_VERDICT, Parser, cut, positive_int
+from harness.cli import Parser, cut, positive_int
+from harness.exits import NO_VERDICT
 from harness.traces import rank_in_name
 
 

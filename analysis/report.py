@@ -62,7 +62,8 @@ from analysis.runs.load import (
     with_step_time,
 )
 from common.stats import Estimate, digits_of, significant
-from harness.cli import GENERATOR, Parser, cut, refuse, refuse_foreign, show_size
+from harness.cli import GENERATOR, Parser, cut, refuse_foreign, show_size
+from harness.exits import refuse
 from harness.report import describe_runs
 
 if TYPE_CHECKING:

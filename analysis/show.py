@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeGuard
 import tabulate
 
 from common.stats import significant
-from harness.cli import abandon, cut, refuse, show_size
+from harness.cli import cut, show_size
+from harness.exits import abandon, refuse
 
 SIZES = {  # of units: by the unit that metrics have, those in which they are shown
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},

@@ -35,7 +35,7 @@ from analysis.traces import bandwidth, calls, kineto, receives
 from analysis.traces.bandwidth import Row
 from analysis.traces.calls import Group, Waiting
 from analysis.traces.kineto import Activity, Cover, Span, Step, Trace, union
-from harness import cli, files, report
+from harness import cli, exits, files, report
 from harness.isolated import collective_times
 
 # isort: split
@@ -123,7 +123,7 @@ def read_all(found: Mapping[str, bool]) -> tuple[list[Trace], list[str]]:
             except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:
                 raise ValueError(f"{path}: {EXPECTED}, got {error}") from None
             except (AttributeError, LookupError, TypeError, ArithmeticError) as error:
-                what = f"events of an unknown form: {cli.describe(error)}"
+                what = f"events of an unknown form: {exits.describe(error)}"
                 raise ValueError(f"{path}: {EXPECTED}, got {what}") from None
             before += size
     if not traces:

@@ -37,10 +37,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
-from harness.cli import Parser, add_common_flags, list_of, positive_int, refuse
+from harness import exits
+from harness.cli import Parser, add_common_flags, list_of, positive_int
+from harness.exits import refuse
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import torch
 import torch.distributed as dist

@@ -42,9 +42,9 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import cli, exits
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import numpy as np
 import torch

@@ -56,9 +56,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import cli, exits
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import torch
 import torch.distributed as dist
@@ -422,7 +422,7 @@ def reference_of(task: Task, dtype: str, ranks: int) -> Reference | str:
         once = float(loss(alone, batches[0]).detach())
         reference = train_alone(alone, batches, loss, weights, task.optimize)
     except RuntimeError as error:  # an error that all ranks share fails the case later
-        return f"the reference, in one process, fails: {cli.describe(error)}"
+        return f"the reference, in one process, fails: {exits.describe(error)}"
     if abs(reference.losses[0][0] - once) > TOLERANCES[dtype] / 100 * abs(once):
         return "the model draws random numbers, such as those of dropout"
     return reference
@@ -846,7 +846,7 @@ def start(backend: str, job: Job) -> float:
         try:
             return time_block(square, 1, job.device)[0][0]
         except Exception as error:
-            reason = cli.describe(getattr(error, "inner_exception", error))  # the backend's own
+            reason = exits.describe(getattr(error, "inner_exception", error))  # the backend's own
         finally:
             torch.compiler.reset()  # otherwise dynamo compiles nothing from the ninth backend on
     raise ValueError(f"{backend} cannot compile x * x on rank {job.rank}: {reason}")

@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import exits
 from harness.cli import Parser, add_common_flags, list_of, number, positive_int
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import numpy as np
 import torch

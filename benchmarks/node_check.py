@@ -56,9 +56,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import cli, exits
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import numpy as np
 import torch
@@ -650,7 +650,7 @@ def conclude(
         return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}{unknown}"]
     why = "; ".join(doubts)
     if doubts and fail_on == "slow":
-        return cli.NO_VERDICT, [*lines, f"no verdict: {why}"]
+        return exits.NO_VERDICT, [*lines, f"no verdict: {why}"]
     if doubts:
         return 0, [*lines, f"nothing is wrong; no verdict on slowness: {why}"]
     return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}{unknown}"]
@@ -784,7 +784,7 @@ def fraction_per_round(rounds: int) -> float:
 
 def seconds_left(job: Job, budget: float) -> float:
     """Seconds left of the budget, which began when rank 0 started. A collective call."""
-    return float(job.broadcast(budget + cli.STARTED_S - time.monotonic()))
+    return float(job.broadcast(budget + exits.STARTED_S - time.monotonic()))
 
 
 def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:
@@ -891,7 +891,7 @@ def give_verdict(bench: Benchmark, cluster: Cluster, found: Judgement, left_out:
     )
     if status:
         bench.fail(lines[-1], status)
-    if args.exclude_file and status != cli.NO_VERDICT:
+    if args.exclude_file and status != exits.NO_VERDICT:
         host_of_rank = [row["host"] for row in environment["ranks"]]
         findings = certain(found.slow, args.fail_on, is_busy)
         hosts = hosts_at_fault(findings, [*lacks], cases, cluster.teams, host_of_rank)

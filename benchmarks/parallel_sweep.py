@@ -40,13 +40,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import cli, exits
 
 # Set before torch is imported: otherwise c10d's warnings about a pipeline's first sends interrupt
 # the table.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import numpy as np
 import torch
@@ -160,7 +160,7 @@ def train_reference(key: Key, device: torch.device) -> Reference | str:
     try:
         return train_alone(create(key, device), rows, loss_of, weights)
     except RuntimeError as error:  # the model may be too large for one device
-        return f"the reference, in one process, fails: {cli.describe(error)}"
+        return f"the reference, in one process, fails: {exits.describe(error)}"
 
 
 def square_norm(model: nn.Module, mesh: Mesh) -> float:

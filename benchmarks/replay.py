@@ -42,9 +42,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli, files
+from harness import cli, exits, files
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import numpy as np
 import torch
@@ -222,7 +222,7 @@ def read(folder: str, rank: int, world_size: int) -> Recording:
     except OSError:
         raise
     except Exception as error:  # a damaged file may raise anything
-        got = str(error) if type(error) is ValueError else cli.describe(error)
+        got = str(error) if type(error) is ValueError else exits.describe(error)
         raise ValueError(f"{path}: expected the recording of a rank, got {got[:300]}") from None
     if recorded_ranks != world_size:
         is_of = f"{path} is from a job of {count_of(recorded_ranks, 'rank')}"

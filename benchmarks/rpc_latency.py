@@ -45,10 +45,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import exits
 from harness.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import torch
 import torch.distributed as dist

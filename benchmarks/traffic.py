@@ -39,9 +39,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli
+from harness import cli, exits
 
-cli.report_missing_packages()
+exits.report_missing_packages()
 
 import torch
 import torch.distributed as dist
@@ -396,7 +396,7 @@ def case_of(key: Key, title: str, alone: IsolatedTimes, swept: Sequence[Case]) -
         if swept:
             case.metrics |= compared(key, case.metrics, swept)
     except Exception as error:
-        case.check = f"failed: {cli.describe(error)}"
+        case.check = f"failed: {exits.describe(error)}"
     return case
 
 
@@ -715,7 +715,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     max_width = None if args.wide else terminal_width()
-    files = [cli.take_stdout()] if args.json == "-" else []
+    files = [exits.take_stdout()] if args.json == "-" else []
     report = Report("traffic", environment(args), args.json, files=files)
     try:
         alone = read_measured(args.measured)
@@ -723,7 +723,7 @@ def main() -> int:
         keys = plan(args)
         replaced = report.start()
     except (ValueError, OSError) as error:
-        cli.refuse(str(error))
+        exits.refuse(str(error))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     print(cli.first_lines())
     print(f"# PyTorch {torch.__version__}; simulates a job of {count_of(args.ranks, 'rank')}")
@@ -758,4 +758,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.fast_exit(main())
+    exits.fast_exit(main())

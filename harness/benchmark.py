@@ -29,7 +29,7 @@ from common.join import join, world
 from common.stats import Times, iteration_times
 from common.table import Columns, Table, omitted, render
 from common.timing import StopRule, TimedLoop, Workload
-from harness import cli, contents, environment
+from harness import cli, contents, environment, exits
 from harness.cpu_load import BUSY, Others
 from harness.environment import others_text
 from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
@@ -144,16 +144,16 @@ def end_on_error() -> Iterator[None]:
     try:
         yield
     except Refused as error:
-        cli.refuse(str(error), prints=error.here or None)
+        exits.refuse(str(error), prints=error.here or None)
     except NotArrived as error:
-        prints = cli.is_rank_0() or (0 in error.missing and local_rank() == 0)
-        cli.exit_now(cli.HANG, f"HANG: {error}", prints)
+        prints = exits.is_rank_0() or (0 in error.missing and local_rank() == 0)
+        exits.exit_now(exits.HANG, f"HANG: {error}", prints)
     except LostPeer as error:
         reason = f"rank {os.environ.get('RANK', 0)} {error}"
         if local_rank() == 0:
-            cli.write(reason)
+            exits.write_stderr(reason)
         time.sleep(10)
-        cli.exit_now(1, reason, prints=False)
+        exits.exit_now(1, reason, prints=False)
 
 
 def kept_samples(times: Times) -> tuple[dict[str, list[list[float]]], bool]:
@@ -178,7 +178,7 @@ def stop_rule(args: argparse.Namespace, interleaved: bool) -> StopRule:
 def find_world() -> tuple[int, int, int, int]:
     """Return the rank, its index on its node, the world size and the number of ranks on the node.
     Refuses tasks of a launcher that would each be a world of one."""
-    cli.refuse_worlds_of_one()
+    exits.refuse_worlds_of_one()
     with end_on_error():
         return world()
 
@@ -234,7 +234,7 @@ class Benchmark:
         variables = environment.user_variables()  # before `join` sets others
         # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
         memory_held = environment.gpu_memory() if on_node == 0 and not pipes else {}
-        files = [cli.take_stdout()] if args.json == "-" else []
+        files = [exits.take_stdout()] if args.json == "-" else []
         kinds = observers()
         self.job = join_job(args, kinds)
         self.groups = GroupCache(self.job)
@@ -432,10 +432,10 @@ class Benchmark:
         except LostPeer:
             raise
         except Exception as raised:
-            error = f"{cli.describe(raised)} (rank {self.job.rank})"
+            error = f"{exits.describe(raised)} (rank {self.job.rank})"
             self.report_failure(error)
             if gpu_is_lost(self.job.device):
-                cli.exit_now(1, f"{error}: this process can no longer use its GPU")
+                exits.exit_now(1, f"{error}: this process can no longer use its GPU")
         # after the except block, whose traceback referenced the model and its group
         if error:
             group = None
@@ -496,7 +496,7 @@ class Benchmark:
                     lines += guarded(observer, observer.row, case, seen)
                 reason = not_json(case.metrics)
             except Exception as error:
-                reason = cli.describe(error)
+                reason = exits.describe(error)
         if reason:
             case.metrics, case.check = {}, f"failed: {reason}"
             if failed_rank is not None:
@@ -595,13 +595,13 @@ class Benchmark:
         except OSError as error:
             kept = f"; {self.args.json} has the finished cases" if self.args.json else ""
             self.stop_observers()
-            cli.exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
+            exits.exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
         """Make the run end with this status although its cases passed. Only the first reason is
         kept. Call it on rank 0."""
         self.failure = self.failure or (status, reason)
-        cli.print_error(f"error: {reason}")
+        exits.print_error(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
         """End the run, by default because of a user's mistake that only the joined job can detect.
@@ -610,7 +610,7 @@ class Benchmark:
         """
         self.stop_observers()
         self.discard_empty_report()
-        cli.refuse(problem, status)
+        exits.refuse(problem, status)
 
     def discard_empty_report(self) -> None:
         """Remove the report that this run has started if it has no case. The report that it
@@ -639,7 +639,7 @@ class Benchmark:
             return
         self.finish()
         self.leave_job()
-        atexit.register(cli.fast_exit, self.status)
+        atexit.register(exits.fast_exit, self.status)
 
     def leave_job(self) -> None:
         """Close all groups. Errors are ignored, because all results are already written."""
@@ -687,7 +687,7 @@ class Benchmark:
             f"# {line}"
             for line in [*self.commands, *report_lines(path, self.replaced, self.report)]
         ]
-        lines.append(f"# elapsed {cli.duration(time.monotonic() - cli.STARTED_S)}")
+        lines.append(f"# elapsed {cli.duration(time.monotonic() - exits.STARTED_S)}")
         self.print("\n" + "\n".join(lines))
         loads = self.load_of_others()
         others = others_text(self.report.environment["hosts"], loads) if loads else LOAD_UNKNOWN
@@ -710,10 +710,10 @@ class Benchmark:
             self.report.finish("failed" if status == 1 else "complete", **last_line)
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
-            cli.print_error(f"error: {reason}")
+            exits.print_error(f"error: {reason}")
         self.status, reason = self.job.broadcast((status, reason))
         if self.status:
-            cli.write_error_file(reason)
+            exits.write_error_file(reason)
 
 
 def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> list[str]:
@@ -723,7 +723,7 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
     except LostPeer:
         raise
     except Exception as error:
-        return [f"{type(observer).__name__}: {cli.describe(error)}"]
+        return [f"{type(observer).__name__}: {exits.describe(error)}"]
 
 
 def report_lines(path: str | None, replaced: str | None, report: Report) -> list[str]:
@@ -753,7 +753,7 @@ def has_common_case(path: str, report: Report) -> bool:
 
 def analysis_command(script: str, *words: str) -> str:
     """Return the command that runs a script of analysis/ from the current folder."""
-    file = str(cli.ROOT / "analysis" / script)
+    file = str(exits.ROOT / "analysis" / script)
     return shlex.join(["python", min(relative_path(file), file, key=len), *words])
 
 
@@ -817,9 +817,11 @@ def relative_path(path: str) -> str:
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse combinations of the common flags that are not possible."""
     if args.json == "" or (args.resume and args.json in (None, "-")):
-        cli.refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
+        exits.refuse(
+            "expected --json PATH, the report to write or resume, e.g. --json report.jsonl"
+        )
     if args.profile_ranks and not args.profile:
-        cli.refuse("--profile-ranks requires --profile DIR, e.g. --profile traces")
+        exits.refuse("--profile-ranks requires --profile DIR, e.g. --profile traces")
 
 
 def gpu_is_lost(device: torch.device) -> bool:

@@ -1,36 +1,29 @@
-"""Command lines: the parser, types of flags, the flags of all scripts, and how a script ends with
-an error message. Requires only the standard library.
+"""Command lines: the parser, types of flags, the flags of all scripts, and texts for messages.
+Requires only the standard library.
 """
 
 import argparse
-import atexit
 import contextlib
 import difflib
 import functools
-import json
 import math
 import os
 import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from harness import files
+from harness.exits import ROOT, is_on_one_node, is_rank_0, refuse, reserve_streams
 
-STARTED_S = time.monotonic()  # scripts import this module first, before torch
 TURN = "TORCHRUN_BENCH_TURN"  # set by ab.py --interleave to two named pipes, THIS_COMMAND:OTHER
 TOKEN = b"."  # sent through these pipes to pass the turn on
 VERSION = "0.1.0"  # as in CHANGELOG.md
-HANG = 3  # exit status of a run that hung
-NO_VERDICT = 4  # exit status of a run that lacks the evidence for a verdict
 MAX_NUMBER = 1e9  # upper limit of numbers in flags: larger ones are typos, and overflow somewhere
-ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 GENERATOR = "torchrun-bench"  # in the metadata of each page and picture
 GENERATOR_MARKS = (  # how HTML, PNG, SVG and PDF store it; a page may mention the word elsewhere
     f'<meta name="generator" content="{GENERATOR}">',
@@ -48,195 +41,7 @@ LAUNCHER_FLAGS = dict.fromkeys(
     "torchrun provides it; torchrun's own flags, such as --nproc-per-node 8, precede the script",
 )
 OUTPUTS = ("--json", "--plot", "--exclude-file")  # flags that name a file written by rank 0
-# A quoted value, or a word, of more than 200 characters
-LONG = re.compile(r"""(?<!\w)'(?:[^'\\]|\\.){200,}'(?!\w)|"(?:[^"\\]|\\.){200,}"|\S{200,}""")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoReturn:
-    """End the run because of a user's mistake: rank 0 prints one line on stderr.
-
-    status: exit status. prints: whether this process prints the line; by default only rank 0 does.
-    """
-    line = f"{Path(sys.argv[0]).name}: error: {shorten(' '.join(message.split()))}"
-    write_error_file(line)
-    if is_rank_0() if prints is None else prints:
-        print_error(line)
-    else:
-        # If this rank ended first, the launcher would kill rank 0 before rank 0 has printed the
-        # line. There is no store yet to wait in. Once rank 0 ends, the launcher ends this rank.
-        time.sleep(10)
-        launched = ["TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMIX_RANK"]
-        launched += [rank for rank, _ in read_launchers()]
-        if not any(name in os.environ for name in launched):  # each rank has its own command line
-            print_error(line)
-    sys.exit(status)
-
-
-def shorten(message: str) -> str:
-    """Cut the values in a message that are longer than 200 characters, such as a whole file that
-    was passed as a flag."""
-    return LONG.sub(lambda value: f"{value[0][:60]}... ({len(value[0]):,} characters)", message)
-
-
-def read_launchers() -> list[tuple[str, str]]:
-    """Return for each launcher in launch/launchers.txt its variables of the rank and of the number
-    of tasks; [] if launch/ was not copied along with the scripts."""
-    lines = list[str]()
-    with contextlib.suppress(OSError):
-        lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
-    rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-    return [(rank, size) for _, _, rank, size, *_ in rows]
-
-
-def refuse_worlds_of_one() -> None:
-    """Refuse N processes that were started without torchrun or a wrapper of launch/: each of them
-    would be rank 0 of a world of one."""
-    if "RANK" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return
-    of_torchrun = [os.environ.get(name, "1") for name in ("PET_NNODES", "PET_NPROC_PER_NODE")]
-    if "RANK" not in os.environ and of_torchrun != ["1", "1"]:
-        # Kubeflow Trainer sets them in each pod (kubeflow/trainer#3930), which has its own log
-        sets = "PET_NNODES={} and PET_NPROC_PER_NODE={} configure torchrun".format(*of_torchrun)
-        refuse(f"{sets}, but python was started; start torchrun with this script", prints=True)
-    launchers = read_launchers()
-    ranks = ["RANK", *(rank for rank, _ in launchers)]
-    for _, size in launchers:
-        tasks = os.environ.get(size, "1")
-        if tasks == "1":
-            continue
-        refuse(
-            f"{size}={tasks}, but each task would run as a world of one; start them with "
-            "launch/slurm_torchrun.sbatch (torchrun on each node), "
-            "launch/slurm_srun.sbatch (a task per rank) or "
-            "launch/mpi_env.sh (mpirun, mpiexec, flux)",
-            prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
-        )
-
-
-def is_on_one_node() -> bool:
-    """Whether all ranks of the job are on this node, according to the launcher's variables."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    return os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
-
-
-def is_rank_0() -> bool:
-    """Whether this process prints for the job: rank 0, or a process whose RANK is not a number."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return not rank.isdigit() or int(rank) == 0
-
-
-def write_error_file(reason: str, error_file: str | None = None) -> None:
-    """Make torchrun print why this rank ends with a status other than 0, at the end of the summary
-    that follows the output of the ranks.
-
-    error_file: of another rank; by default this rank's. The format is the one that the error
-    handler of torch.distributed.elastic writes.
-    """
-    error_file = error_file or os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
-        try:
-            Path(error_file).write_text(json.dumps({"message": message}))
-        except OSError:  # torchrun would fail to read an incomplete file
-            with contextlib.suppress(OSError):
-                Path(error_file).unlink()
-
-
-def report_missing_packages() -> None:
-    """Set a sys.excepthook that reports a missing package of requirements.txt in one line. Scripts
-    call it before they import packages."""
-    sys.excepthook = name_missing_package
-
-
-def name_missing_package(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Report a missing package in one line, and any other error as Python does."""
-    script = Path(sys.argv[0]).resolve()
-    path = (ROOT / "analysis" if script.parent.name == "analysis" else ROOT) / "requirements.txt"
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.partition(".")[0]
-        if re.search(rf"^{re.escape(package)}\b", path.read_text(), re.MULTILINE):
-            refuse(f"{package} is not installed; try pip install -r {shlex.quote(str(path))}")
-    sys.__excepthook__(kind, error, trace)
-
-
-def print_error(line: str) -> None:
-    """Print a line on stderr, unless stderr can no longer be written."""
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        abandon(sys.stderr)
-
-
-def abandon(stream: TextIO) -> None:
-    """Redirect stdout or stderr to /dev/null after an error on it. Otherwise Python would fail to
-    flush it on exit, and change the exit status to 120."""
-    with open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), stream.fileno())
-
-
-def reserve_streams() -> None:
-    """Reserve the file descriptors of closed standard streams (`>&-`), so that no other file is
-    opened under their numbers. Writing to such a stream then fails as it does on a full disk."""
-    while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
-        pass
-    os.close(number)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-
-
-def take_stdout() -> IO[bytes]:
-    """Reserve stdout for the report. From now on, `print` writes to stderr."""
-    stream = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return stream
-
-
-def exit_now(status: int, reason: str, prints: bool = True) -> NoReturn:
-    """End this process immediately, from any thread. prints: whether it prints the reason."""
-    write_error_file(reason)
-    write(reason if prints else "")
-    os._exit(status)
-
-
-def fast_exit(status: int) -> None:
-    """atexit function that ends this process without deallocating its objects.
-
-    Python takes a second of CPU time to tear down torch's modules, and 10 s on busy cores, while
-    torchrun waits. The other exit functions are called first.
-    """
-    if hasattr(sys, "last_type"):  # an exception, already printed, ends the process
-        return
-    atexit.unregister(fast_exit)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)
-
-
-def write(text: str) -> None:
-    """Write to stderr in a single call, so that lines of different ranks are not interleaved."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode() if text else b"")
-
-
-# Matches the advice that follows the numbers in CUDA's out-of-memory error; torch 2.11 to 2.15
-ADVICE = re.compile(r"(CUDA out of memory\..*? is free\.)(?:.*?( \S+ \w+ allowed);)?.*")
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    text = ADVICE.sub(r"\1\2", str(error))
-    lines = text.strip().splitlines() or ["no message"]
-    if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # a line that RPC adds
-        return lines[1]
-    text = f"{type(error).__name__}: {lines[0].strip()}"
-    # NCCL's reason follows, on the line after "Last error:" or after "NCCL Last Error: "
-    reason = re.search(r"\bLast error:\s+(\S.*)", str(error), re.IGNORECASE)
-    return f"{text}: {reason[1].strip()}" if reason else text
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

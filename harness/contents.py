@@ -4,6 +4,7 @@ A commit, a path or a module name does not identify a program, because files may
 since. What was imported does, however the import found it.
 """
 
+import functools
 import hashlib
 import os
 import sys
@@ -30,9 +31,8 @@ def loaded() -> dict[str, str]:
             continue
         places = [file_of(sys.modules.get(package)), path := file_of(module)]
         if path and not any(map(is_installed, filter(None, places))):
-            found[os.path.basename(path) if name == "__main__" else name] = source_hash(
-                module, path
-            )
+            label = os.path.basename(path) if name == "__main__" else name
+            found[label] = source_hash(module, path)
     return dict(sorted(found.items()))
 
 
@@ -59,6 +59,7 @@ def source_hash(module: object, path: str) -> str:
     return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
+@functools.cache
 def is_installed(path: str) -> bool:
     """Return whether a path is in the standard library or in a folder of installed packages."""
     real = os.path.realpath(path or ".")

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import cli
+from harness import cli, exits
 
 
 def find_pipes() -> list[str]:
@@ -13,9 +13,9 @@ def find_pipes() -> list[str]:
     than that of rank 0 need not have the pipes."""
     text = os.environ[cli.TURN]
     pipes = text.split(":")
-    is_checked = cli.is_rank_0() or cli.is_on_one_node()
+    is_checked = exits.is_rank_0() or exits.is_on_one_node()
     if is_checked and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
-        cli.refuse(
+        exits.refuse(
             f"{cli.TURN}: expected two named pipes, which ab.py --interleave sets, got {text!r}; "
             f"try unset {cli.TURN}"
         )

@@ -50,8 +50,8 @@ def run_script(script: str, *flags: str) -> None:
         if end.code:
             raise
     finally:
-        if cli := sys.modules.get("harness.cli"):
-            atexit.unregister(cli.fast_exit)  # the agent waits for this function to return
+        if exits := sys.modules.get("harness.exits"):
+            atexit.unregister(exits.fast_exit)  # the agent waits for this function to return
         atexit._run_exitfuncs()  # children of multiprocessing skip them
         if sys.stdout:
             sys.stdout.flush()

@@ -31,8 +31,9 @@ from analysis.runs import plan
 from analysis.runs.load import LOAD_ENDING
 from analysis.show import clean
 from harness import report
-from harness.cli import ROOT, TOKEN, TURN, cut, print_error, refuse
+from harness.cli import TOKEN, TURN, cut
 from harness.cpu_load import Counters, CpuLoad, spent
+from harness.exits import ROOT, print_error, refuse
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1

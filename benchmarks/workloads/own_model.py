@@ -34,7 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.benchmark import Benchmark
-from harness.cli import cut, describe, suggest
+from harness.cli import cut, suggest
+from harness.exits import describe
 
 Loss = Callable[[Any], Tensor]
 Optimize = Callable[[Any], torch.optim.Optimizer]

@@ -9,7 +9,7 @@ import torch
 
 from common.rpc import Roles
 from harness.benchmark import find_world
-from harness.cli import refuse
+from harness.exits import refuse
 
 
 def split_roles(

@@ -13,7 +13,8 @@ import torch.distributed.rpc as rpc
 
 from common.rpc import Roles, RpcOptions, need_files, start, stop
 from harness.benchmark import Benchmark
-from harness.cli import checked, list_of, refuse
+from harness.cli import checked, list_of
+from harness.exits import refuse
 
 # at import, because scripts use rpc.functions as decorators, and these are missing then as well
 if not hasattr(rpc, "TensorPipeAgent"):

@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from common.groups import Group, abort_group, lost_peer
 from harness.benchmark import NO_TIMEOUT, TORCH_WAITS, Benchmark, Observer
-from harness.cli import HANG, exit_now, write, write_error_file
 from harness.environment import ERROR_HANDLING, node_of_each, torchrun_set_error_handling
+from harness.exits import HANG, exit_now, write_error_file, write_stderr
 
 STORE_CHECK_S = 1.0  # interval between checks whether the store answers
 STORE_LOST_S = 10.0  # a store that is silent for --timeout, two polls and this long is lost
@@ -201,7 +201,7 @@ class Watchdog(Observer):
             by_state = ranks_by_state(self._states_of_all())
             lines = lines_by_state(by_state)
             reason = f"{headline}; {lines[0]}"
-            write("\n".join([headline, *lines]))
+            write_stderr("\n".join([headline, *lines]))
             late, waiting = by_state[LATE], by_state[WAITS]
             if self.job.world_size > MOST_STACKS:
                 late, waiting = late[:MOST_NAMED], waiting[:1]
@@ -211,7 +211,7 @@ class Watchdog(Observer):
             reason, silent, with_stack = json.loads(self.watched.get("result"))
         if self.job.rank in with_stack:
             last = f"last collective {text}, number {number} of group {group}"
-            write(f"{self.where}; {last}\n{stack}")
+            write_stderr(f"{self.where}; {last}\n{stack}")
         self._kill_silent(silent, reason)
         exit_now(HANG, reason, prints=False)
 

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser
 
-from harness import cli
+from harness import cli, exits
 
-SCRIPTS = sorted((cli.ROOT / "benchmarks").glob("[a-z]*.py"))
+SCRIPTS = sorted((exits.ROOT / "benchmarks").glob("[a-z]*.py"))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_torchrun_reports_the_reason(
     number, prints it, and not again after a restart.
     """
     path = str(tmp_path / "error.json")
-    monkeypatch.setattr("harness.cli.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("harness.exits.time.sleep", lambda seconds: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
     monkeypatch.setenv("RANK", rank)
@@ -96,7 +96,7 @@ class Held:
     def __del__(self): print("freed")
 held = Held()
 atexit.register(print, "done")
-atexit.register(cli.fast_exit, 3)
+atexit.register(exits.fast_exit, 3)
 """
 
 
@@ -106,17 +106,17 @@ atexit.register(cli.fast_exit, 3)
 def test_leave_skips_deallocation(then: str, status: int, out: str) -> None:
     """Functions registered with atexit are called, and an exception is not hidden."""
     command = [sys.executable, "-c", LEAVE + then]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=cli.ROOT)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=exits.ROOT)
     assert (run.returncode, run.stdout) == (status, out)
     assert ("ZeroDivisionError" in run.stderr) == (status == 1)
 
 
 def test_a_full_stderr_does_not_change_the_status() -> None:
     """Python flushes stderr at exit, and would end with status 120."""
-    command = [sys.executable, "-c", "from harness import cli; cli.refuse('a mistake')"]
+    command = [sys.executable, "-c", "from harness import cli; exits.refuse('a mistake')"]
     buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "wb") as full:
-        assert subprocess.run(command, cwd=cli.ROOT, env=buffered, stderr=full).returncode == 2
+        assert subprocess.run(command, cwd=exits.ROOT, env=buffered, stderr=full).returncode == 2
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -151,11 +151,11 @@ NCCL Last Error: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 
 
 
 def test_the_last_error_of_nccl_is_part_of_the_line() -> None:
-    legacy, nccl2 = (cli.describe(RuntimeError(text)) for text in (LEGACY, NCCL2))
+    legacy, nccl2 = (exits.describe(RuntimeError(text)) for text in (LEGACY, NCCL2))
     assert legacy.endswith("2.28.9: Call to ibv_create_cq failed with error Cannot allocate memory")
     assert nccl2.startswith("RuntimeError: Failed to initialize NCCL communicator: invalid usage: ")
     assert nccl2.endswith(": Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000")
-    assert cli.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"  # no last error
+    assert exits.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"  # no last error
 
 
 # the message of torch 2.14 for a full GPU, and for a process with a memory limit
@@ -176,14 +176,14 @@ def test_out_of_memory_is_shortened_to_one_line() -> None:
     process = "Including non-PyTorch memory, this process has 77.16 GiB memory in use. "
     for text in (FULL + process + ADVICE, FULL + "Process 7 has 78 GiB memory in use. " + ADVICE):
         error = torch.OutOfMemoryError(text)
-        assert cli.describe(error) == f"OutOfMemoryError: {short}"
+        assert exits.describe(error) == f"OutOfMemoryError: {short}"
         # as RPC returns it from a server
         remote = f"On WorkerInfo(id=2, name=server0):\nOutOfMemoryError({text!r})\nTraceback (most"
-        assert cli.describe(RuntimeError(remote)) == f"OutOfMemoryError('{short}"
+        assert exits.describe(RuntimeError(remote)) == f"OutOfMemoryError('{short}"
     limited = torch.OutOfMemoryError(f"{FULL}{process}11.87 GiB allowed; {ADVICE}")
-    assert cli.describe(limited) == f"OutOfMemoryError: {short} 11.87 GiB allowed"
+    assert exits.describe(limited) == f"OutOfMemoryError: {short} 11.87 GiB allowed"
     wrapped = RuntimeError(f"rank 1: {FULL}{ADVICE}\nsecond line")
-    assert cli.describe(wrapped) == f"RuntimeError: rank 1: {short}"
+    assert exits.describe(wrapped) == f"RuntimeError: rank 1: {short}"
 
 
 def test_the_version_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,12 +231,12 @@ def test_a_rank_started_by_hand_prints_its_own_mistake(
 ) -> None:
     """Each rank started by hand has its own command line. Under a launcher all ranks have the same
     one, and only rank 0 prints the mistake."""
-    for name in ("TORCHELASTIC_RUN_ID", *(rank for rank, _ in cli.read_launchers())):
+    for name in ("TORCHELASTIC_RUN_ID", *(rank for rank, _ in exits.read_launchers())):
         monkeypatch.delenv(name, raising=False)
     if launcher:
         monkeypatch.setenv(launcher, "1")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(SystemExit, match="2"):
-        cli.refuse("a typo")
+        exits.refuse("a typo")
     assert ("error: a typo" in capsys.readouterr().err) == speaks

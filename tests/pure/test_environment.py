@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from common.errors import Refused
-from harness import cli, cpu_load, environment
+from harness import cpu_load, environment, exits
 from harness.benchmark import Benchmark, find_world
 from harness.cpu_load import Others
 from harness.observe import nodes, watchdog
@@ -253,7 +253,7 @@ def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
     for name, value in values.items():
         given.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
-        cli.refuse_worlds_of_one()
+        exits.refuse_worlds_of_one()
     (line,) = capsys.readouterr().err.splitlines()
     return str(line)
 
@@ -273,7 +273,7 @@ def test_python_instead_of_torchrun(
     assert f"{said} configure torchrun, but python was started; start torchrun" in line
 
 
-@pytest.mark.parametrize("size", [size for _, size in cli.read_launchers()])
+@pytest.mark.parametrize("size", [size for _, size in exits.read_launchers()])
 def test_tasks_of_a_launcher_without_its_wrapper(
     size: str, alone: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -285,8 +285,8 @@ def test_a_copy_without_the_list_of_launchers_starts(
     alone: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Like a script in a tutorial that was copied without launch/."""
-    alone.setattr("harness.cli.ROOT", tmp_path)
-    assert cli.read_launchers() == []
+    alone.setattr("harness.exits.ROOT", tmp_path)
+    assert exits.read_launchers() == []
     assert find_world() == (0, 0, 1, 1)
 
 

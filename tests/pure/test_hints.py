@@ -9,8 +9,8 @@ import pytest
 
 from common.stats import Estimate
 from harness.benchmark import report_lines
-from harness.cli import ROOT
 from harness.cpu_load import Others
+from harness.exits import ROOT
 from harness.observe.hints import Hints, crowded_text, hints, modes
 from harness.report import Case, load
 from tests.pure.reports import case as line

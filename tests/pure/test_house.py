@@ -12,7 +12,7 @@ FOLDERS = ("benchmarks", "common", "harness", "analysis", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 # What analysis/ may import besides its own modules, because it runs without torch
-MODULES = ("report", "cli", "contents", "cpu_load", "files", "isolated", "traces")
+MODULES = ("report", "cli", "contents", "cpu_load", "exits", "files", "isolated", "traces")
 SHARED = [
     *(f"harness.{name}" for name in MODULES),
     "common.stats",
