@@ -266,25 +266,28 @@ def meet(
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
     store.set(f"here/{rank}", json.dumps([here, address_towards(address)]))
     if rank == 0:
-        wait_for_all(store, world_size, until, limit_s)
-        store.set("all here", not_one_node(addresses(store, range(world_size))))
+        store.set("all here", json.dumps(missing_or_apart(store, world_size, until, limit_s)))
     try:
         while not store.check(["all here"]):  # polls, so that Ctrl-C works
             if time.monotonic() > until + TELL_S:
                 raise NotArrived(f"not all ranks arrived within {limit_s:g} s", [])
             time.sleep(POLL_S)
-        if problem := store.get("all here").decode():
-            if rank == 0:  # it may serve the store, which the other ranks poll
-                time.sleep(1)
-            raise Refused(problem)
+        missing, problem = json.loads(store.get("all here"))
     except RuntimeError:  # rank 0 has ended, and the store with it
         lost = f"lost rank 0 at {address}:{os.environ['MASTER_PORT']}"
         raise NotArrived(f"{here} {lost} before all ranks had arrived", [0]) from None
+    if problem:
+        if rank == 0:  # it may serve the store, which the other ranks poll
+            time.sleep(1)
+        raise NotArrived(problem, missing) if missing else Refused(problem)
     return store, second_store
 
 
-def wait_for_all(store: dist.Store, world_size: int, until: float, limit_s: float) -> None:
-    """Wait until each rank has a key in the store. Raises NotArrived with those that have not."""
+def missing_or_apart(
+    store: dist.Store, world_size: int, until: float, limit_s: float
+) -> tuple[list[int], str]:
+    """Wait until all ranks have arrived. Returns those that have not, and why the ranks cannot form
+    a job; "" if they can."""
     signs = [f"here/{rank}" for rank in range(world_size)]
     while not store.check(signs):
         if time.monotonic() > until:
@@ -292,12 +295,12 @@ def wait_for_all(store: dist.Store, world_size: int, until: float, limit_s: floa
             arrived = addresses(store, [rank for rank in range(world_size) if rank not in missing])
             hosts = joined(sorted({host for host, _ in arrived}))
             hint = "" if has_local_variables() else f"; on several hosts {ADVICE}"
-            raise NotArrived(
+            return missing, (
                 f"rank {joined(missing)} did not arrive within {limit_s:g} s; "
-                f"ranks on {hosts} did{hint}",
-                missing,
+                f"ranks on {hosts} did{hint}"
             )
         time.sleep(POLL_S)
+    return [], not_one_node(addresses(store, range(world_size)))
 
 
 def addresses(store: dist.Store, ranks: Any) -> list[tuple[str, str]]:
