@@ -27,7 +27,13 @@ EXPONENT = re.compile(r"[eE]([+-]?\d+)$")
 MARKS = {"decimal_point": ".", "decimal_comma": ","}
 # The rest of a number directly after a group that ends within it, and its beginning before a group
 # that begins within it. After a space, only the other lines show whether it is a column.
-REST = re.compile(rf"\d+|\.\d+|[eE][+-]?\d+|,\d+|[{SEPARATORS[1:]}]\d{{3}}(?!\d)|:[0-5]\d(?!\d)")
+REST = re.compile(
+    rf"\d+|\.\d+|[eE][+-]?\d+|,\d+|[{SEPARATORS[1:]}]\d{{3}}(?!\d)|:[0-5]\d(?!\d)|"
+    r"[dhm] ?\d+|%"  # 1m02s, 95%
+)
+# 1m 02s, 5-6, 5.1 +- 0.2: the second number is no time
+SECOND = re.compile(r"(?:\d[dhm] ?|\d[-\u2013]|\d ?(?:\u00b1|\+/?-) ?)$")
+MINUTES = re.compile(r"(?:[mh]| ?(?:mins?|minutes?|hrs?|hours?))(?![\w/])")
 BEGINNING = re.compile(rf"(?:\d[\d.,]*[.,]|\d+|\d[{SEPARATORS[1:]}]|\d:)$")
 NUMBER_BEFORE = re.compile(r"(?<![\w.,:/-])(\d+) $")
 NUMBER_AFTER = re.compile(r" (\d+)(?![\w:/-])")
@@ -90,6 +96,8 @@ def unit_after(line: str, end: int) -> Unit | None:
     rest = line[end + (match.end() if match else 0) : end + WINDOW]
     if prefix := re.match(r"([kKMG])(?![\w/])", rest):
         return Unit(RATE, True, PREFIXES[prefix[1]])
+    if MINUTES.match(line[end : end + WINDOW]):
+        return Unit("min", False, 60.0)
     word = WORD.match(rest)
     if not word or re.match(r"\s?[:=(]", rest[word.end() :]):
         return None
@@ -224,6 +232,9 @@ def rest_of(line: str, start: int, end: int, before: str, after: str) -> str:
         is_list = right[0][0] == "," and re.search(r"[.,]\d", taken)  # 1.5,125: two numbers
         if not is_list or re.fullmatch(r"\d{1,3}(,\d{3})+", taken + right[0]):
             return taken + right[0]
+    second = SECOND.search(line[max(0, start - WINDOW) : start])
+    if taken[:1].isdigit() and second and not separates(before[::-1], second[0][-1]):
+        return second[0] + taken
     left = BEGINNING.search(line[max(0, start - WINDOW) : start])
     if taken[:1].isdigit() and left and not separates(before[::-1], left[0][-1]):
         char, in_threes = left[0][-1], bool(THREE_DIGITS.match(taken))

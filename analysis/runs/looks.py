@@ -93,10 +93,10 @@ def remarks_of(runs: Sequence[Run], side: str) -> list[str]:
     leading = [row_of(run).metrics.get(LEADING) or 0 for run in runs]
     if any(leading):
         low, high = min(leading), max(leading)
-        many = f"{low}" if low == high else f"{low} to {high}"
+        many = f"{low}" if low == high else f"up to {high}"
         noun = "step" if high == 1 else "steps"
         what = f"the first {many} {noun} of the logs of {side} took more than"
-        lines.append(f"{what} {series.SLOW_START:g} medians, and are left out; --skip N sets it")
+        lines.append(f"{what} {series.SLOW_START:g} medians: left out; --skip N sets the number")
     middle = median([row_of(run).time_s for run in runs]).value
     if middle > LONG_S and row_of(runs[0]).measure != STEP:
         lines.append(f"1 / rate is {show_time(middle)} in {side}; are the numbers times?")
