@@ -91,7 +91,7 @@ def test_torchrun_reports_the_reason(
 
 LEAVE = """
 import atexit, sys
-from harness import cli
+from harness import exits
 class Held:
     def __del__(self): print("freed")
 held = Held()
@@ -113,7 +113,7 @@ def test_leave_skips_deallocation(then: str, status: int, out: str) -> None:
 
 def test_a_full_stderr_does_not_change_the_status() -> None:
     """Python flushes stderr at exit, and would end with status 120."""
-    command = [sys.executable, "-c", "from harness import cli; exits.refuse('a mistake')"]
+    command = [sys.executable, "-c", "from harness import exits; exits.refuse('a mistake')"]
     buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "wb") as full:
         assert subprocess.run(command, cwd=exits.ROOT, env=buffered, stderr=full).returncode == 2
