@@ -54,6 +54,7 @@ MIN_FOR_OUTLIERS = 5  # outliers are reported on a side with at least this numbe
 OUTLIER_SIGMAS = 5.0
 OUTLIER_FACTOR = 1.2
 ONE_SESSION = "one session"  # a side that is one observation
+STARTS_UNKNOWN = "starts unknown"  # it may be several, and those of the other side may be one
 
 
 @dataclass(frozen=True)
@@ -420,6 +421,7 @@ def choose_sessions(result: Result, found: Evidence, base: Side, test: Side) -> 
     of_other = f"the {len(sides[1 - i])} sessions of {names[1 - i]}"
     result.scatter = f"{alone[0]}, {run} of one session, is judged by the scatter of {of_other}"
     if not is_known:
+        result.caveats.insert(1, STARTS_UNKNOWN)
         result.scatter = (
             f"{alone[0]}, {run}, counts as one session, and each run of {names[1 - i]} as another, "
             "because the starts of the runs are unknown: this is correct if the runs of "

@@ -59,7 +59,7 @@ def test_one_night_against_14(
     done = run(*words)
     assert (done.returncode, done.stderr) == (status, "")
     row = next(line for line in done.stdout.splitlines() if line.startswith("step "))
-    about = "one session, load not recorded" if is_log else "one session"
+    about = "one session, starts unknown, load not recorded" if is_log else "one session"
     is_called = verdict != "undecided"
     assert row.endswith(f"  {ends}  {verdict}" + f" [{about}]" * is_called)
     assert "unit of observation: the session\n" in done.stdout
