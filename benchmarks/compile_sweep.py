@@ -293,13 +293,18 @@ def toy_batch(size: int, device: torch.device) -> Batch:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers in the model's lists of two or more modules of one class, inner layers first."""
+    """The layers in the model's lists of two or more modules of one class, inner layers first. If
+    it has none, the blocks in such an nn.Sequential: modules that have children, as in timm."""
     layers: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for module in model.modules():
-        classes = {type(child) for child in module.children()}
-        if isinstance(module, LISTS) and len(module) > 1 and len(classes) == 1:
-            layers += module.children()
-    return layers[::-1]
+        children = list(module.children())
+        if len(children) > 1 and len({type(child) for child in children}) == 1:
+            if isinstance(module, LISTS):
+                layers += children
+            elif isinstance(module, nn.Sequential):
+                blocks += [child for child in children if list(child.children())]
+    return (layers or blocks)[::-1]
 
 
 def modules_of(model: nn.Module, classes: list[str]) -> list[nn.Module]:
@@ -782,12 +787,14 @@ def title_of(
     size = own.samples if own else args.batch_size
     words = [model, f"batch size {size or 'unknown'}", name_precision(dtype, device)]
     if any(strategy.startswith("fsdp") for strategy in args.strategies):
-        named = own.units if own else None  # number of modules in the model's fsdp_units
-        units = "the layers in ModuleLists"
-        if named is not None:
-            units = f"{count_of(named, 'module')} of fsdp_units"
-        units = cli.cut(args.fsdp_wrap_classes) or units
-        in_one = not args.fsdp_wrap or (named == 0 and not args.fsdp_wrap_classes)
+        units, count = "the layers in ModuleLists", None
+        if args.fsdp_wrap_classes:
+            units = cli.cut(args.fsdp_wrap_classes)
+        elif own and own.units is not None:
+            units, count = f"{count_of(own.units, 'module')} of fsdp_units", own.units
+        elif own and own.layers is not None:
+            units, count = count_of(own.layers, "layer"), own.layers
+        in_one = not args.fsdp_wrap or count == 0
         words.append("FSDP in one unit" if in_one else f"FSDP wraps {units}")
         words += ["FSDP with activation checkpointing"] if args.fsdp_checkpoint else []
     if args.dynamo_no_optimize_ddp:
@@ -824,13 +831,12 @@ def plan(args: Namespace, job: Job, own: dict[str, Trial]) -> dict[str, list[Pla
     return tables
 
 
-def has_no_lists(case: Case, own: dict[str, Trial]) -> bool:
-    """Whether FSDP was to shard the layers in LISTS, but the model has none."""
-    names_units = case.key["model"] in own and own[case.key["model"]].units is not None
-    if case.failed or names_units or not case.key["fsdp_wrap"]:
-        return False
-    rows = zip(settings_of(case.key), rows_of(case), strict=True)
-    return any(x.strategy.startswith("fsdp") and not row.metrics["fsdp_units"] for x, row in rows)
+def count_layers(name: str, device: torch.device) -> int | None:
+    """Number of layers of your own model that FSDP shards by default; None if it is too large."""
+    try:
+        return len(layers_of(make_own(name, device).model))
+    except torch.OutOfMemoryError:
+        return None
 
 
 def start(backend: str, job: Job) -> float:
@@ -865,6 +871,8 @@ def main() -> int:
         job, own, start_s = bench.job, {}, {}
         for model in filter(is_own, args.models):
             own[model] = try_on_all(bench, model)
+            if args.fsdp_wrap and own[model].units is None:
+                own[model] = own[model]._replace(layers=count_layers(model, job.device))
         tables = plan(args, job, own)
         bench.announce(tables)
         for backend in args.backends:
@@ -887,9 +895,6 @@ def main() -> int:
                         torch.compiler.reset()  # otherwise it keeps the model alive
                     if case and case.check.startswith("skipped"):
                         bench.print(f"# not checked: {case.check.removeprefix('skipped: ')}")
-                    if case and has_no_lists(case, own):
-                        why = "has no ModuleList of two or more layers of one class"
-                        bench.print(f"# {key['model']} {why}: FSDP in one unit")
             if table.passed:
                 bench.print_table(COSTS, table.passed, f"Cost: {title}")
     return bench.status

@@ -216,14 +216,12 @@ def test_the_graph_of_autograd_by_torchviz(
 
 @smoke
 def test_a_model_without_layers_in_lists_is_one_unit(bench: Callable[..., Any]) -> None:
-    """The title shows what FSDP should wrap, and a line that the model has no such modules."""
+    """The title says so."""
     flags = ("--model", "tests.own_models:noisy", "--strategies", "ddp,fsdp2", "--iters", "1")
     run = bench(SCRIPT, *flags, "--backends", "eager")
     assert run.status == 0, run.err
-    assert "FSDP wraps the layers in ModuleLists" in run.out
-    line = "# tests.own_models:noisy has no ModuleList of two or more layers of one class: "
-    line += "FSDP in one unit"
-    assert run.out.splitlines().count(line) == 1
+    assert "FSDP in one unit" in run.out
+    assert "FSDP wraps" not in run.out
     assert [case.metrics["fsdp_units"] for case in run.report.cases] == [0, 0]
 
 
@@ -392,19 +390,23 @@ def test_the_plan_of_an_interleaved_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "flags", "words"),
+    ("units", "layers", "flags", "words"),
     [
-        (None, "", "FSDP wraps the layers in ModuleLists"),
-        (3, "", "FSDP wraps 3 modules of fsdp_units"),
-        (0, "", "FSDP in one unit"),
-        (3, "--fsdp-wrap-classes Block", "FSDP wraps Block"),
-        (3, "--no-fsdp-wrap", "FSDP in one unit"),
+        (None, None, "", "FSDP wraps the layers in ModuleLists"),
+        (None, 12, "", "FSDP wraps 12 layers"),
+        (None, 0, "", "FSDP in one unit"),
+        (3, None, "", "FSDP wraps 3 modules of fsdp_units"),
+        (0, None, "", "FSDP in one unit"),
+        (3, 12, "--fsdp-wrap-classes Block", "FSDP wraps Block"),
+        (3, 12, "--no-fsdp-wrap", "FSDP in one unit"),
     ],
 )
-def test_the_title_shows_what_fsdp_wraps(units: int | None, flags: str, words: str) -> None:
+def test_the_title_shows_what_fsdp_wraps(
+    units: int | None, layers: int | None, flags: str, words: str
+) -> None:
     """A user's model may name its FSDP units."""
     args = compile_sweep.parse_args(["--model", "a:b", "--device", "cpu", *flags.split()])
-    trial = own_model.Trial(6, [], units)
+    trial = own_model.Trial(6, [], units, layers=layers)
     title = compile_sweep.title_of(args, "a:b", trial, "fp32", CPU)
     assert title == f"a:b, batch size 6, fp32, {words}"
 
@@ -453,6 +455,14 @@ def test_units_are_the_layers_in_lists_inner_layers_first() -> None:
     units = compile_sweep.layers_of(nn.Sequential(parts, one))
     assert {id(unit) for unit in units} == {id(x) for x in [*inner, *layers.values()]}
     assert units.index(inner[0]) < units.index(layers["0"])
+
+
+def test_blocks_in_sequential_modules_are_layers() -> None:
+    """As in timm, but not the plain layers within a block."""
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(*blocks))
+    assert compile_sweep.layers_of(model) == blocks[::-1]
+    assert compile_sweep.layers_of(nn.Sequential(model, nn.ModuleList(blocks[:2]))) == blocks[1::-1]
 
 
 def test_which_layers_fsdp_wraps_or_checkpoints() -> None:

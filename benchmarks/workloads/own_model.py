@@ -96,6 +96,7 @@ class Trial(NamedTuple):
     changes: list[str]  # settings of the process that the function changed, one line each
     units: int | None = None  # number of fsdp_units; None if the function returns none
     tokens: int = 0  # in a batch; 0 if unknown
+    layers: int | None = None  # number of layers that FSDP shards by default; None if unknown
 
 
 def is_own(name: str) -> bool:
