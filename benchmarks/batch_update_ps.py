@@ -160,6 +160,7 @@ class BatchUpdateServer:
         parts = self.gradient.split([parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
+        self.synchronize()
         self.lock = threading.Lock()
         self.updated: Future[Any] = Future(devices=self.cuda)  # completed by the next update
         self.start_s = perf_counter()
@@ -194,11 +195,16 @@ class BatchUpdateServer:
                     reply = self.model if in_place else copy.deepcopy(self.model)
                 parameters = reply if in_place else reply.to(gradient.device)
                 self.updated = Future(devices=self.cuda)
-            if self.cuda:  # requests run on different streams, which the lock does not order
-                torch.cuda.current_stream(self.device).synchronize()
+            self.synchronize()
         if parameters is not None:  # outside the lock, so that gradients can arrive meanwhile
             updated.set_result(parameters)
         return updated
+
+    def synchronize(self) -> None:
+        """Wait for this call's CUDA stream: calls run on different streams, which the lock does not
+        order."""
+        if self.cuda:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def now_s(self) -> float:
         """Seconds since this server started, rounded to microseconds."""
