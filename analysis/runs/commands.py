@@ -116,11 +116,9 @@ class Command:
         log, the earlier log is renamed to 01.log.bak instead. Raises RuntimeError if a program of
         the command has changed since the plan was written.
         """
-        files = {
-            label: path
-            for label, path in self.files.items()
-            if plan.is_code(path) or label in plan.watched_files(self.watched)
-        }
+        named = plan.files_of(self.text, os.environ | self.variables)
+        files = {label: path for label, path in named.items() if plan.is_code(path)}
+        files |= plan.watched_files(self.watched)
         if edited := plan.edited(self.folder.parent / plan.PLAN, self.name, files):
             what = f"{cut(edited)} changed since the first run"
             raise RuntimeError(f"{self.name} {number}: {what}; restore it, or choose another --out")
