@@ -6,13 +6,14 @@ and the two looks share the error rate.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
 
 from analysis.logs import series
+from analysis.runs.duplicates import duplicates
 from analysis.runs.load import LEADING, MEAN, STEP, Row, Run
 from analysis.runs.verdicts import Comparison, Design, Result
 from analysis.runs.verdicts import compare as compare_once
@@ -132,12 +133,19 @@ def one_run_per_job(
     """
     if any(run.started_at for run in [*base, *test]):
         return base, test, []
-    across = [together(a, b) for a, b in product(base, test)]
+    copied = duplicates([(run, row_of(run)) for run in [*base, *test]])
+    ours = [run for i, run in enumerate(base) if i not in copied]
+    theirs = [run for i, run in enumerate(test, len(base)) if i not in copied]
+    across = [together(a, b) for a, b in product(ours, theirs)]
     others = max((x for x in across if x is not None), default=0.0)
     lines: list[str] = []
     sides = []
     for side, runs in {"BASE": base, "TEST": test}.items():
-        pairs, doubtful = pairs_of(runs, others)
+        copies = duplicates([(run, row_of(run)) for run in runs])
+        pairs, doubtful = pairs_of(runs, others, copies)
+        ranks = {i for pair in pairs for i in pair}
+        # a copy of a rank belongs to its job; any other copy does not count anyway
+        pairs += [(i, j) for i, originals in copies.items() for j in originals if j in ranks]
         jobs = series.groups(len(runs), pairs)
         sides.append([merged([runs[i] for i in job]) for job in jobs])
         for job in jobs:
@@ -151,16 +159,19 @@ def one_run_per_job(
     return sides[0], sides[1], lines
 
 
-def pairs_of(runs: Sequence[Run], others: float) -> tuple[list[tuple[int, int]], list[str]]:
+def pairs_of(
+    runs: Sequence[Run], others: float, copies: Container[int]
+) -> tuple[list[tuple[int, int]], list[str]]:
     """The pairs of a side that are ranks of one job, and the labels of those that may be.
 
-    others: the highest correlation of two files of different sides.
+    others: the highest correlation of two files of different sides. copies: positions of runs that
+    are copies of others.
     """
     pairs = []
     doubtful: dict[str, None] = {}
     for i, j in combinations(range(len(runs)), 2):
         a, b = runs[i], runs[j]
-        if row_of(a).times_s == row_of(b).times_s:  # a copy, which does not count anyway
+        if i in copies or j in copies:
             continue
         in_job = same_job(a.label, b.label)
         found = together(a, b)

@@ -68,8 +68,8 @@ def test_logs_on_a_page_and_in_a_csv_file(tmp_path: Path) -> None:
     assert title[1] == "TEST against BASE: log"
     shown = run("export.py", sides[0], *STEP, "--to", "csv").stdout
     rows = list(csv.DictReader(io.StringIO(shown)))
-    assert [(row["metric"], row["n"]) for row in rows] == [("step_s", "21")] * 3
-    assert [float(row["value"]) for row in rows] == pytest.approx([0.1] * 3, rel=0.01)
+    medians = [float(row["value"]) for row in rows if (row["metric"], row["n"]) == ("step_s", "21")]
+    assert medians == pytest.approx([0.1] * 3, rel=0.01)
     refused = run("report.py", sides[0], "-o", str(tmp_path / "page.html")).stderr
     assert "there is no report (*.jsonl) in" in refused
 
