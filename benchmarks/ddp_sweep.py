@@ -13,7 +13,7 @@ CPU, `1M/2R` is 1 machine with 2 ranks.
                     communication that computation does not hide, copies into and out of buckets,
                     and the slowdown of computation by communication
     late          = local compute of the slowest rank - local compute of the median rank
-    overlap       = 1 - exposed / alone; omitted if exposed exceeds alone
+    overlap       = 1 - exposed / alone; negative if exposed exceeds alone
     one rank        the step of a single rank, interleaved with the step under DDP
     efficiency    = one rank / step;   speedup = ranks * efficiency
                     with --global-batch, that rank processes the whole batch, and
@@ -649,11 +649,14 @@ BREAKDOWN: Columns = {
     "local\ncompute\ngmean (ms)": metric("local_compute_s", 1e3),
     "commun.\nalone\ngmean (ms)": metric("communication_s", 1e3),
     "overlap\n(%)": metric("overlap", 100, 0),
+    "95% ci of\noverlap\n(%)": ends("overlap", 100, 0),
     "late\n(ms)": metric("late_s", 1e3),
+    "95% ci\nof late\n(ms)": ends("late_s", 1e3, 1),
     "slowest\nrank": metric("straggler_rank", digits=0),
+    "95% ci\nof alone\n(ms)": ends("communication_s", 1e3, 1),
     "memory\n(GiB)": metric("memory_gib"),
 }
-OF_ONE_SETTING = ("commun.\nalone\ngmean (ms)", "overlap\n(%)", "memory\n(GiB)")
+OF_ONE_SETTING = ("communication_s", "overlap", "memory_gib")  # metrics
 STEP_ALONE: Columns = {  # with --no-breakdown
     "": BREAKDOWN[""],
     "step\ngmean (ms)": BREAKDOWN["step\ngmean (ms)"],
@@ -685,7 +688,11 @@ def columns_of(args: argparse.Namespace) -> Columns:
     if not args.interleave:
         return columns
     exposed = {head: columns[head] for head in EXPOSED if head in columns}
-    others = {head: columns[head] for head in columns if head not in OF_ONE_SETTING}
+    others = {
+        head: cell
+        for head, cell in columns.items()
+        if getattr(cell, "name", None) not in OF_ONE_SETTING
+    }
     return COMPARED | exposed | others
 
 
@@ -717,17 +724,16 @@ def row_labels(cases: Sequence[Planned]) -> list[str]:
     return labels
 
 
-def no_overlap(cases: list[Case]) -> str | None:
-    """Why cases show no overlap although both times were measured; None if all cases show it."""
-    longer = []
-    for case in cases:
-        exposed, alone = (case.metrics.get(name) for name in ("exposed_s", "communication_s"))
-        if exposed and alone and exposed.above(0) and exposed.value > alone.value:
-            longer.append(case.name)
-    if not longer:
+def interference(cases: list[Case]) -> str | None:
+    """A line about the cases whose overlap is significantly negative; None if there are none."""
+    overlaps = {case.name: case.metrics.get("overlap") for case in cases}
+    slowed = [name for name, overlap in overlaps.items() if overlap and (1 - overlap).above(1)]
+    if not slowed:
         return None
-    why = "exposed exceeds communication alone, because computation and communication slow each "
-    return f"# no overlap for {cli.cut(longer)}: {why}other down"
+    return (
+        f"# exposed exceeds communication alone for {cli.cut(slowed)}: computation and "
+        "communication may slow each other down"
+    )
 
 
 def answer(cases: list[Case]) -> list[Sentence]:
@@ -780,6 +786,8 @@ def scaling(case: Case) -> Sentence:
         added = exposed.part_of(step.value)  # in the unit of the step
         sentence += f"; DDP adds {added} to a step, which takes {show_seconds(step.value)}"
         possible = possible and not (exposed / step).above(1)
+    if overlap := metrics.get("overlap"):
+        possible = possible and not overlap.above(1)
     return sentence if possible else Implausible(sentence)
 
 
@@ -901,7 +909,7 @@ def main() -> int:
                 title, cases, columns, begin, derive, answer, layout=layout, rule=rule
             )
             if table.passed:
-                if line := no_overlap(table.passed):
+                if line := interference(table.passed):
                     bench.print(line)
                 heading = f"Percentiles and rates: {title}"
                 bench.print_table(rates_of(table.passed), table.passed, heading)

@@ -62,24 +62,22 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     """Return how the time of a data-parallel training step divides (docs/measuring.md).
 
     - exposed = step - local compute, the slowest rank on both sides, so a late rank cancels out
-    - overlap = 1 - exposed / alone. None if exposed may be 0, or exceeds alone: computation and
-      communication then slow each other down, and no share of the communication is hidden.
+    - overlap = 1 - exposed / alone. It is negative if exposed exceeds alone; None if alone is 0.
     - late = local compute of the slowest rank - that of the median rank, in each iteration
 
     local: the name of the part that is the step without communication. alone: the name of the part
     that is the communication by itself, if it was timed.
     """
     by_rank = times.each(local)
-    exposed = times.excess_over(local)
     metrics: dict[str, Any] = {
         "local_compute_s": times.mean(local),
-        "exposed_s": exposed,
+        "exposed_s": times.excess_over(local),
         "late_s": median_of_differences(times.slowest(local) - np.median(by_rank, axis=0)),
     }
     if alone is not None:
         metrics["communication_s"] = times.mean(alone)
-        can_be = not exposed.may_be(0) and 0 < exposed.value <= metrics["communication_s"].value
-        metrics["overlap"] = 1 - exposed / metrics["communication_s"] if can_be else None
+        sends = metrics["communication_s"].value > 0
+        metrics["overlap"] = 1 - times.excess_ratio(local, alone) if sends else None
     if slow := straggler(by_rank):
         metrics["straggler_rank"], metrics["straggler_factor"] = slow
     return metrics

@@ -1,10 +1,11 @@
-"""ddp_sweep.py: interleaved settings, sentences about them, and overlap that cannot be computed.
+"""ddp_sweep.py: interleaved settings, sentences about them, and overlap.
 
 The other formulas are in tests/test_ddp_sweep.py.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,11 +238,11 @@ def test_the_check_names_the_setting(second: tuple[str, str], expected: str) -> 
     assert ddp_sweep.check_all(facts, [0, 1], LABELS).startswith(expected)
 
 
-def row(exposed: Estimate, alone: float | None = None) -> Case:
+def row(exposed: Estimate, overlap: Estimate | None = None) -> Case:
     key = {"model": "m", "dtype": "fp32", "ddp": True, "global_batch": None, "device": "cpu"}
     key |= {"bucket_size_mb": 25.0, "comm_hook": "bf16"}
     metrics = {"step_s": Estimate(1.2, 1.1, 1.3), "exposed_s": exposed}
-    metrics |= {"communication_s": Estimate(alone)} if alone else {}
+    metrics |= {"overlap": overlap} if overlap else {}
     return Case(key=key, ranks=[0, 1], metrics=metrics, name="1M/2R")
 
 
@@ -260,17 +261,36 @@ def test_exposed_communication_may_be_nothing_measurable() -> None:
         assert not isinstance(sentence, Implausible)
 
 
-def test_a_line_explains_why_there_is_no_overlap() -> None:
-    longer, hidden = row(Estimate(0.3, 0.2, 0.4), 0.25), row(Estimate(0.3, 0.2, 0.4), 0.35)
-    assert ddp_sweep.no_overlap([longer, hidden]) == (
-        "# no overlap for 1M/2R: exposed exceeds communication alone, because computation and "
-        "communication slow each other down"
+def test_only_a_significantly_negative_overlap_has_a_possible_cause() -> None:
+    exposed = Estimate(0.3, 0.2, 0.4)
+    longer = row(exposed, Estimate(-0.2, -0.3, -0.1))
+    unsure = [row(exposed, Estimate(-0.2, -0.5, 0.1)), row(exposed, Estimate(-9)), row(exposed)]
+    assert ddp_sweep.interference([*unsure, longer]) == (
+        "# exposed exceeds communication alone for 1M/2R: computation and communication may slow "
+        "each other down"
     )
-    # if exposed may be 0, only the sentence mentions it
-    assert (
-        ddp_sweep.no_overlap([hidden, row(Estimate(0.3, -0.1, 0.7), 0.25), row(Estimate(1))])
-        is None
-    )
+    assert ddp_sweep.interference(unsure) is None
+
+
+def test_an_overlap_above_100_percent_is_implausible() -> None:
+    exposed = Estimate(-0.1, -0.2, 0)
+    for low in (1.1, 0.9):
+        [sentence] = ddp_sweep.answer([row(exposed, Estimate(1.2, low, 1.3))])
+        assert isinstance(sentence, Implausible) == (low > 1)
+
+
+def test_columns_of_a_terminal() -> None:
+    """The most important ones: 80 columns show exposed with its interval, 160 also late with its
+    interval."""
+    numbers = dict.fromkeys(("efficiency", "overlap"), Estimate(0.5, 0.4, 0.6))
+    times = ("no_ddp_s", "step_s", "exposed_s", "local_compute_s", "communication_s", "late_s")
+    numbers |= dict.fromkeys(times, Estimate(0.1, 0.09, 0.11))
+    case = replace(row(Estimate(1)), metrics=numbers)
+    for width, names in ((80, {"exposed_s"}), (160, {"exposed_s", "overlap", "late_s"})):
+        _, left_out = fitted(ddp_sweep.BREAKDOWN, [case], width)
+        shown: list[Any] = [*ddp_sweep.BREAKDOWN.values()][: -left_out or None]
+        with_interval = [cell.name for cell in shown[1:] if "to" in cell(case)]
+        assert set(with_interval) == {"efficiency"} | names
 
 
 def test_without_interleave_settings_are_not_ranked() -> None:

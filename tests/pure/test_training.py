@@ -61,20 +61,31 @@ def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "alone", "has_zero", "overlap"),
+    ("step", "alone", "overlap", "half"),
     [
-        (swinging(3.0), 4.0, False, 0.5),  # 1 - 2 / 4; half the interval is 0.345
-        (swinging(3.0), 2.0, False, 0),
-        (swinging(3.0), 1.9, False, None),  # exposed exceeds communication alone
-        (swinging(1.1), 0.5, True, None),  # 0.1 +-0.126 includes 0
-        ([2.0, 4.0], 0.5, True, None),  # too few rounds
-        (swinging(3.0), 0.0, False, None),
+        # 0.1 above and below, in 6 rounds: t * s / sqrt(6) = 2.571 * 0.1095 / 2.449 = 0.115
+        (swinging(3.0), [4.0] * 6, 0.5, 0.75 * 0.115),  # 1 - (3 - 1) / 4; half is 3 / 4 of that
+        (swinging(3.0), [2.0] * 6, 0, 1.5 * 0.115),
+        (swinging(3.0), [1.0] * 6, -1, 3 * 0.115),
+        (swinging(1.1), [0.5] * 6, 0.8, 2.2 * 0.115),  # exposed may be 0
+        ([3.0] * 6, swinging(4.0), 0.5, 0.5 * 0.115),  # exposed / alone = 0.5 swings as alone does
+        (swinging(2.0), swinging(1.0), 0, 1 * 0.115),  # (2 * 0.1 - 1 * 0) / 1 - 1 * 0.1
+        (swinging(9.0), [1.0] * 6, -7, None),  # more than 100 points: 9 * 0.115
+        ([2.0, 4.0], [0.5] * 2, -3, None),  # too few rounds
+        (swinging(3.0), [0.0] * 6, None, None),
     ],
 )
-def test_there_is_no_overlap_where_exposed_may_be_nothing(
-    step: list[float], alone: float, has_zero: bool, overlap: float | None
+def test_overlap_has_an_interval_over_rounds(
+    step: list[float], alone: list[float], overlap: float | None, half: float | None
 ) -> None:
-    metrics = breakdown_of([step], [[1.0] * len(step)], [[alone] * len(step)])
-    assert metrics["exposed_s"].may_be(0) == has_zero
-    found = metrics["overlap"] and metrics["overlap"].value
-    assert found == (overlap if overlap is None else pytest.approx(overlap, abs=1e-9))
+    """Local compute takes 1 s."""
+    found = breakdown_of([step], [[1.0] * len(step)], [alone])["overlap"]
+    if overlap is None:
+        assert found is None
+        return
+    assert found.value == pytest.approx(overlap, abs=1e-9)
+    if half is None:
+        assert (found.low, found.high) == (None, None)
+    else:
+        ends = (overlap - half, overlap + half)
+        assert (found.low, found.high) == pytest.approx(ends, abs=1e-3 * half + 1e-3)
