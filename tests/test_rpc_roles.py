@@ -1,18 +1,21 @@
 """common/rpc.py and rpc_flags.py: roles, settings, and refusals before the ranks connect."""
 
+import contextlib
 import runpy
 import sys
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 import torch.distributed.optim
 
 from benchmarks import parameter_server
+from benchmarks.workloads import rpc_flags
 from benchmarks.workloads.roles import split_roles
 from benchmarks.workloads.rpc_flags import rpc_options
+from common.errors import LostPeer
 from common.join import raise_file_limit
 from common.rpc import RpcOptions, need_files
 from tests.process import ROOT
@@ -125,3 +128,28 @@ def test_how_many_trainers_a_server_averages() -> None:
         for p in ("grouped", "buckets", None)
     ]
     assert counts == [2, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (None, [call(True)]),
+        (RuntimeError("a bug"), [call(graceful=False)]),
+        (SystemExit(2), [call(graceful=False)]),
+        (LostPeer("lost a peer"), []),
+    ],
+)
+def test_rpc_is_not_shut_down_after_a_lost_peer(
+    error: Any, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even rpc.shutdown(False) waits for functions that this rank serves, which may wait for the
+    lost rank."""
+    monkeypatch.setattr(rpc_flags, "start", lambda *given: ["cpu"])
+    monkeypatch.setattr(rpc_flags, "stop", stop := Mock())
+    bench: Any = Mock(report=Mock(cases=[]), job=Mock(broadcast=lambda value: value))
+    workers = rpc_flags.rpc_workers(bench, split_roles(2), RpcOptions())
+    with contextlib.suppress(type(error)), workers as devices:
+        assert devices == ["cpu"]
+        if error:
+            raise error
+    assert stop.call_args_list == calls

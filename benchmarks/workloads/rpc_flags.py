@@ -11,6 +11,7 @@ from functools import partial
 
 import torch.distributed.rpc as rpc
 
+from common.errors import LostPeer
 from common.rpc import Roles, RpcOptions, need_files, start, stop
 from harness.benchmark import Benchmark
 from harness.cli import checked, list_of
@@ -112,7 +113,6 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     except TimeoutError:
         given = f"--rpc-timeout {options.timeout_s:g}"
         bench.refuse(f"starting RPC took longer than {given}; try --rpc-timeout 60")
-    graceful = False
     try:
         yield devices
         bench.begin("RPC")
@@ -120,5 +120,9 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         # after a failed case there may be calls that are never answered, so do not wait for them
         failed = any(case.failed for case in bench.report.cases)
         graceful = not bench.job.broadcast(failed)
-    finally:
-        stop(graceful)
+    except LostPeer:  # a function that waits for the lost rank would block even this shutdown
+        raise
+    except BaseException:
+        stop(graceful=False)
+        raise
+    stop(graceful)
