@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import LostPeer, NotArrived, Refused
-from common.groups import Group, GroupCache, Job, Subgroups, connect, local_rank, lost_peer
+from common.groups import Group, GroupCache, Subgroups, connect, local_rank, lost_peer
 from common.join import join, world
 from common.stats import Times, iteration_times
 from common.table import Columns, Table, omitted, render
@@ -47,8 +47,7 @@ Derive = Callable[[Case, Times, list[Any]], None]
 
 
 class Implausible(NamedTuple):
-    """A sentence about an impossible number. It is printed with the CPU use by other processes as
-    the possible cause."""
+    """A sentence about an impossible number, which other processes may have caused."""
 
     text: str
 
@@ -77,7 +76,6 @@ class RankResult(NamedTuple):
 
 class Observer:
     """Base class of the observers in harness/observe/, which are called outside the timed code.
-    Without them, a run measures the same.
 
     An exception in `row` or `end` becomes a line of output. An exception in `after` fails the case,
     because other ranks may be waiting in a collective there.
@@ -89,16 +87,15 @@ class Observer:
 
     @classmethod
     def before_join(cls, args: argparse.Namespace) -> dict[str, timedelta]:
-        """Called before this rank joins the job. Returns the `timeout` of groups under test and the
-        `control_timeout` of control groups, if the observer replaces them."""
+        """Called before this rank joins the job. May return another `timeout` of groups under test
+        and `control_timeout` of control groups."""
         return {}
 
     def begin(self, label: str, member: bool) -> None:
         """A case, or another part of the run, begins. member: whether this rank belongs to it."""
 
     def phase(self, what: str, ahead: int) -> None:
-        """The next phase begins; never called within a block. `Benchmark.phase` describes `ahead`.
-        An empty name precedes each printed line."""
+        """The next phase begins: see `Benchmark.phase`. An empty name precedes each line."""
 
     def opened(self, group: Group | None) -> None:
         """The groups of the case exist on this rank. None: they are about to be closed."""
@@ -107,17 +104,16 @@ class Observer:
         """The case has failed on this rank."""
 
     def after(self, key: Key, work: Workload, times: Times, group: Group) -> Any:
-        """Called on each rank of a case after the timing. May use the groups of the case. The
-        values of all ranks are passed to `row`."""
+        """Called on each rank of a case after the timing. `row` gets the values of all ranks."""
 
     def row(self, case: Case, seen: list[Any]) -> list[str]:
-        """Called on rank 0 before the case is written. Returns lines to print below its row. May
-        add to case.metrics."""
+        """Called on rank 0 before the case is written. Returns lines to print below its row, and
+        may add to case.metrics."""
         return []
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
-        """Called on all ranks at the end of the run; may gather. On rank 0, returns lines to print
-        and may add to `last_line`, the last line of the report."""
+        """Called on all ranks at the end of the run. On rank 0, returns lines to print and may add
+        to `last_line`, the last line of the report."""
         return []
 
     def stop(self) -> None:
@@ -136,11 +132,8 @@ def observers() -> Sequence[type[Observer]]:
 
 @contextlib.contextmanager
 def end_on_error() -> Iterator[None]:
-    """End this process with one line and a status if common/ raises one of its exceptions.
-
-    If another process of the job has died, the launcher knows which one and ends the others. If it
-    does not within 10 s, this process ends with status 1.
-    """
+    """End this process with one line and a status if common/ raises one of its exceptions. After
+    LostPeer the launcher, which knows the process that died, has 10 s to do so."""
     try:
         yield
     except Refused as error:
@@ -157,8 +150,8 @@ def end_on_error() -> Iterator[None]:
 
 
 def kept_samples(times: Times) -> tuple[dict[str, list[list[float]]], bool]:
-    """Return the samples to store, and whether they are bounded: all of them, or above LIMIT those
-    of the slowest rank in each iteration. The maximum over the rows is the same either way."""
+    """Return the samples to store, and whether they are bounded: above LIMIT, only those of the
+    slowest rank in each iteration."""
     rows = {name: times.each(name) for name in times.samples_s}
     bounded = sum(samples.size for samples in rows.values()) > LIMIT
     if bounded:
@@ -167,7 +160,7 @@ def kept_samples(times: Times) -> tuple[dict[str, list[list[float]]], bool]:
 
 
 def stop_rule(args: argparse.Namespace, interleaved: bool) -> StopRule:
-    """Return the stop rule that the flags define. interleaved: with another command."""
+    """Return the stop rule that the flags define."""
     limits = {name: getattr(args, name) for name in ("min_iters", "target_ci", "max_seconds")}
     if args.warmup_iters is not None:
         limits |= {"warmup_iters": args.warmup_iters, "full_warmup": True}
@@ -176,25 +169,10 @@ def stop_rule(args: argparse.Namespace, interleaved: bool) -> StopRule:
 
 
 def find_world() -> tuple[int, int, int, int]:
-    """Return the rank, its index on its node, the world size and the number of ranks on the node.
-    Refuses tasks of a launcher that would each be a world of one."""
+    """Return what `world` does. Refuses tasks of a launcher that would each be a world of one."""
     exits.refuse_worlds_of_one()
     with end_on_error():
         return world()
-
-
-def join_job(args: argparse.Namespace, kinds: Sequence[type[Observer]]) -> Job:
-    """Join the job. Torch's own timeouts end a hang, unless an observer replaces them."""
-    timeout = timedelta(seconds=args.timeout)
-    # ranks outside a case wait in the control group until it ends
-    limits = {"timeout": timeout, "control_timeout": TORCH_WAITS * timeout}
-    for kind in kinds:
-        limits |= kind.before_join(args)
-    job = join(args.device, args.backend, timeout, control_timeout=limits["control_timeout"])
-    # Imported modules are never garbage, so collections between cases need not traverse them.
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at exit
-    return replace(job, timeout=limits["timeout"])
 
 
 class Benchmark:
@@ -202,46 +180,37 @@ class Benchmark:
 
     @end_on_error()
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
-        """Join the job.
-
-        args: parsed flags, including those of `add_common_flags`. tested: the ranks that groups
-        under test may contain; None for all.
-        """
+        """Join the job. args: flags, including those of `add_common_flags`. tested: the ranks that
+        groups under test may contain; None for all."""
         check_flags(args)
         self.args = args
         self.status = 1
-        self.case_count = 0  # number of planned cases; 0 if unknown
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
         self.title = ""
-        self.observers: list[Observer] = []
-        # returns the CPU use by other processes on each node, on rank 0; set by an observer
-        self.measure_load: Callable[[], list[Others]] | None = None
-        self.answers: list[Sentence] = []  # printed together, as the last lines
-        self.last_line: dict[str, Any] = {}  # entries that a script adds to the report's last line
-        self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
-        self.measured: list[Key] = []
         self.names: dict[str, list[str]] = {}  # title of a table -> names of its planned cases
-        rank, on_node, _, _ = find_world()
-        self.is_first = rank == 0
-        # maximum width of a table in characters; None for no limit
-        self.max_width = terminal_width() if self.is_first and not args.wide else None
-        pipes: list[str] = []
-        if os.environ.get(cli.TURN):
-            turns = importlib.import_module("harness.turns")
-            pipes = turns.find_pipes()
-        self.is_interleaved = bool(pipes)  # with another command, which measures in turns
-        variables = environment.user_variables()  # before `join` sets others
-        # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
-        memory_held = environment.gpu_memory() if on_node == 0 and not pipes else {}
+        self.case_count = 0  # number of planned cases; 0 if unknown
+        self.measured: list[Key] = []
+        self.done: list[Key] = []  # cases of a resumed report that need not be measured again
+        self.answers: list[Sentence] = []  # printed together, as the last lines
+        self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
+        self.last_line: dict[str, Any] = {}  # entries that a script adds to the report's last line
+        self.replaced: str | None = None  # new path of an older report
+        self.is_report_open = False
+        self.is_interleaved = bool(os.environ.get(cli.TURN))  # with another command, by ab.py
+        # Returns the CPU use by other processes on each node, on rank 0; [] on other ranks, and if
+        # no observer sets both. All ranks call it.
+        self.load_of_others: Callable[[], list[Others]] = list
+        self.records_load = False
+        self.observers: list[Observer] = []
+        self.rule = stop_rule(args, self.is_interleaved)
         files = [exits.take_stdout()] if args.json == "-" else []
         kinds = observers()
-        self.job = join_job(args, kinds)
+        measured_on = self.join_job(kinds)
         self.groups = GroupCache(self.job)
-        self.turn = turns.take(pipes) if pipes and self.is_first else lambda: None
-        self.rule = stop_rule(args, self.is_interleaved)
-        collected = environment.collect(self.job, variables, memory_held)
-        measured_on = self.job.broadcast(collected)
+        self.is_first = self.job.rank == 0
+        # maximum width of a table in characters; None for no limit
+        self.max_width = terminal_width() if self.is_first and not args.wide else None
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
         environment.refuse_differences(self.job, measured_on, contents.loaded(), tested)
@@ -252,13 +221,34 @@ class Benchmark:
         self.print(environment.preamble(measured_on))
         for kind in kinds:
             self.observers.append(kind(self))
-        self.is_report_open = False
-        self.replaced: str | None = None  # new path of an older report
-        self.done: list[Key] = []  # cases of a resumed report that need not be measured again
+
+    def join_job(self, kinds: Sequence[type[Observer]]) -> dict[str, Any]:
+        """Join the job and return its environment. Torch's own timeouts end a hang, unless an
+        observer replaces them."""
+        args = self.args
+        _, on_node, _, _ = find_world()
+        turns = importlib.import_module("harness.turns") if self.is_interleaved else None
+        pipes = turns.find_pipes() if turns else []
+        variables = environment.user_variables()  # before `join` sets others
+        # before any rank uses CUDA; not for interleaved commands, where the other one uses memory
+        memory_held = environment.gpu_memory() if on_node == 0 and not turns else {}
+        timeout = timedelta(seconds=args.timeout)
+        # ranks outside a case wait in the control group until it ends
+        limits = {"timeout": timeout, "control_timeout": TORCH_WAITS * timeout}
+        for kind in kinds:
+            limits |= kind.before_join(args)
+        job = join(args.device, args.backend, timeout, control_timeout=limits["control_timeout"])
+        self.job = replace(job, timeout=limits["timeout"])
+        # Imported modules are never garbage, so collections between cases need not traverse them.
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at exit
+        self.turn = turns.take(pipes) if turns and job.rank == 0 else lambda: None
+        collected = environment.collect(self.job, variables, memory_held)
+        return dict(self.job.broadcast(collected))
 
     def open_report(self) -> None:
-        """Start or resume the report. All ranks call it once all modules of the models have been
-        imported, since their contents are part of the first line."""
+        """Start or resume the report. All ranks call it once all modules of the models are
+        imported, since the first line has their contents."""
         loaded = self.report.environment["contents"] = contents.loaded()
         environment.refuse_other_files(self.job, self.report.environment, loaded)
         self.replaced = self.prepare("--json", self.start_report)
@@ -268,22 +258,19 @@ class Benchmark:
         for start in sorted({case.measured_at for case in self.report.cases}):
             run = [case for case in self.report.cases if case.measured_at == start]
             self.print(f"# {environment.count_of(len(run), 'case')} measured {run[0].measured}")
-        kept = [case.key for case in self.report.cases if counts_as_done(case, self.args)]
-        self.done = self.job.broadcast(kept)
+        done = [case.key for case in self.report.cases if counts_as_done(case, self.args)]
+        self.done = self.job.broadcast(done)
 
     def start_report(self) -> str | None:
-        """Start or resume the report, on rank 0. Returns the new path of an existing report."""
+        """Start or resume the report, and return the new path of an existing one."""
         if self.args.dry_run and self.args.resume and self.is_first:
             with contextlib.suppress(ValueError):  # no report exists
                 self.report.cases = load(self.args.json).cases
         return self.report.start(self.args.resume)
 
     def prepare(self, what: str, make: Callable[[], T]) -> T:
-        """Return the result of `make`, which may fail on any rank. All ranks call this.
-
-        If `make` raises OSError or ValueError on any rank, the run ends with `what: reason` of the
-        first such rank, with status 1 for a full disk and 2 otherwise.
-        """
+        """Return the result of `make`. All ranks call this. If `make` raises OSError or ValueError
+        on any of them, the run ends with `what: reason`, with status 1 for a full disk, else 2."""
         self.phase(f"preparing {what}")
         result, problem = None, None
         try:
@@ -302,17 +289,13 @@ class Benchmark:
         return result  # type: ignore[return-value]
 
     def begin(self, label: str, member: bool = True) -> None:
-        """Announce a case, or another part of the run, to the observers. member: whether this rank
-        belongs to it."""
+        """Announce a case, or another part of the run, to the observers."""
         for observer in self.observers:
             observer.begin(label, member)
 
     def phase(self, what: str, ahead: int = 1) -> None:
-        """Announce the next phase to the observers. Not for use in timed code.
-
-        ahead: 0 if only this rank enters the phase, so that the other ranks do not count as behind;
-        otherwise 1.
-        """
+        """Announce the next phase to the observers, outside of timed code. ahead: 0 if only this
+        rank enters the phase, so that the other ranks do not count as behind."""
         for observer in self.observers:
             observer.phase(what, ahead)
 
@@ -324,22 +307,17 @@ class Benchmark:
         """Announce the planned cases by table and open the report, before anything is set up for
         the cases. All ranks call it. With --dry-run, the run lists them and ends here."""
         self.open_report()
-        planned: dict[str, list[str]] = {}
+        lines: list[str] = []
         for title, cases in tables.items():
             self.names[title] = [case.name for case in cases]
-            planned[title] = [
-                case.name
-                for case in cases
-                if self.complete_key(case.key, case.ranks) not in self.done
-            ]
-        self.case_count = sum(map(len, planned.values()))
-        if not self.args.dry_run:
-            return
-        for title, names in planned.items():
-            self.print("\n".join(["", title, *(f"  {name}" for name in names)]))
-        self.print(f"\n# {environment.count_of(self.case_count, 'case')}; nothing was measured")
-        self.leave_job()
-        sys.exit(0)
+            left = [x.name for x in cases if self.complete_key(x.key, x.ranks) not in self.done]
+            self.case_count += len(left)
+            lines += ["", title, *(f"  {name}" for name in left)]
+        if self.args.dry_run:
+            count = environment.count_of(self.case_count, "case")
+            self.print("\n".join([*lines, "", f"# {count}; nothing was measured"]))
+            self.leave_job()
+            sys.exit(0)
 
     def run(
         self,
@@ -354,10 +332,8 @@ class Benchmark:
         ranks: Sequence[int] | None = None,
         rule: Callable[[Key], StopRule] | None = None,
     ) -> Table:
-        """Measure the cases of a table, after `announce`. All ranks call it.
-
-        title, columns, answer, layout: see `begin_table`. ranks: of all cases; None for the first
-        ones, as many as a case has. rule: returns the stop rule of a case.
+        """Measure the cases of a table, after `announce`. All ranks call it. ranks: of all cases;
+        None for the first ones. rule: returns the stop rule of a case. Others: see `begin_table`.
         """
         with self.begin_table(title, columns, answer, layout) as table:
             for case in cases:
@@ -377,15 +353,11 @@ class Benchmark:
         subgroups: Sequence[Sequence[int]] | None = None,
         rule: StopRule | None = None,
     ) -> Case | None:
-        """Measure a case. All ranks of the job call this with the same arguments.
+        """Measure a case, or print it if the resumed report has it. All ranks of the job call this
+        with the same arguments. Returns the case on rank 0, None on other ranks.
 
-        A case that the resumed report contains is printed instead. Returns the case on rank 0, None
-        on other ranks. Cases over the same ranks and subgroups share their groups until one fails.
-        Raises ValueError if this run has measured the key before.
-
-        ranks: ranks of the case; None for all. subgroups: a partition of the ranks; the subgroups
-        do the same work concurrently, each in its own process group. rule: stop rule of this case;
-        None for that of the flags.
+        ranks: of the case; None for all. subgroups: a partition of them; the subgroups do the same
+        work concurrently, each in its own process group. rule: None for that of the flags.
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         key = self.complete_key(key, len(ranks))
@@ -405,9 +377,7 @@ class Benchmark:
         results, lines = self.job.gather(result), list[str]()
         written = self.write(case, derive, results, lines) if results else None
         reason, unwritten = self.job.broadcast(written)
-        for observer in self.observers:
-            observer.opened(None)
-        self.groups.release(ranks, parts, failed=reason is not None)
+        self.release(ranks, parts, failed=reason is not None)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(unwritten, 1)
         return self.show(case, lines) if results else None
@@ -415,11 +385,8 @@ class Benchmark:
     def attempt(
         self, key: Key, build: Build, ranks: tuple[int, ...], subgroups: Subgroups, rule: StopRule
     ) -> RankResult | None:
-        """Build and time a case on this rank.
-
-        Returns None on ranks outside the case, and if the case failed. Then the store has the
-        reason, and this rank has closed its groups.
-        """
+        """Build and time a case on this rank. Returns None on ranks outside the case, and if the
+        case failed: then the store has the reason, and this rank has closed its groups."""
         result, error = None, ""
         try:
             group = self.groups.acquire(ranks, subgroups)
@@ -439,14 +406,18 @@ class Benchmark:
         # after the except block, whose traceback referenced the model and its group
         if error:
             group = None
-            for observer in self.observers:
-                observer.opened(None)
-            self.groups.release(ranks, subgroups, failed=True)
+            self.release(ranks, subgroups, failed=True)
         return result
+
+    def release(self, ranks: tuple[int, ...], subgroups: Subgroups, failed: bool) -> None:
+        """End the use of a case's groups on this rank."""
+        for observer in self.observers:
+            observer.opened(None)
+        self.groups.release(ranks, subgroups, failed)
 
     def report_failure(self, reason: str) -> None:
         """Put the reason why the case failed on this rank into the store, unless another rank was
-        first: later failures follow from the first one."""
+        first, from whose failure this one follows."""
         failure = json.dumps([reason, self.job.rank])
         with lost_peer():
             self.job.store.compare_set(f"failed/{len(self.measured)}", "", failure)
@@ -457,10 +428,9 @@ class Benchmark:
         """Return the reason why the case failed and the rank; (None, None) if it did not."""
         key = f"failed/{len(self.measured)}"
         with lost_peer():
-            if not self.job.store.check([key]):
-                return None, None
-            reason, rank = json.loads(self.job.store.get(key))
-            return reason, rank
+            failed = self.job.store.check([key])
+            reason, rank = json.loads(self.job.store.get(key)) if failed else (None, None)
+        return reason, rank
 
     def time(self, key: Key, work: Workload, group: Group, rule: StopRule) -> RankResult:
         """Time a workload on this rank."""
@@ -473,19 +443,14 @@ class Benchmark:
         return RankResult(times, facts, seen)
 
     def before_block(self, phase: str) -> None:
-        """Called by the timed loop between blocks."""
         self.turn()
         self.phase(phase)
 
     def write(
         self, case: Case, derive: Derive, results: list[RankResult], lines: list[str]
     ) -> tuple[str | None, str | None]:
-        """Complete a case and write it to the report, on rank 0.
-
-        results: of each rank of the job; None for ranks without one. lines: the lines of observers
-        are appended here. Returns the reason if the case failed, and the reason if it could not be
-        written; None otherwise.
-        """
+        """Complete a case and write it to the report, on rank 0. Appends the lines of observers.
+        Returns the reason if the case failed, and the reason if it could not be written."""
         reason, failed_rank = self.first_failure()
         if reason is None:
             try:
@@ -510,11 +475,8 @@ class Benchmark:
         return reason, None
 
     def complete(self, case: Case, derive: Derive, results: list[RankResult]) -> None:
-        """Set the samples, the metrics and the check of a case.
-
-        results: of each rank of the case. Metrics are computed from all samples, even if the case
-        keeps only some of them.
-        """
+        """Set the samples, the metrics and the check of a case, from the results of its ranks.
+        Metrics are computed from all samples, even if the case keeps only some of them."""
         times = Times.merge([result.times for result in results])
         case.aligned, case.rounds, case.stop = times.aligned, list(times.rounds), times.stop
         case.samples_s, case.bounded = kept_samples(times)
@@ -526,12 +488,10 @@ class Benchmark:
     def begin_table(
         self, title: str, columns: Columns, answer: Answer | None = None, table: Table | None = None
     ) -> Iterator[Table]:
-        """Return a table as a context manager. Its rows are the cases measured in the block. All
-        ranks call it.
+        """Return a table whose rows are the cases measured in the block. All ranks call it.
 
-        columns: header -> function from a case to a cell, most important columns first: a terminal
-        shows as many as fit (all with --wide), and a line below counts the others. answer: makes
-        the sentence that answers the script's question. table: a Table of another layout.
+        columns: header -> function from a case to a cell, most important first: a terminal shows as
+        many as fit, and a line below counts the others. table: a Table of another layout.
         """
         self.title, self.table = title, table or Table(columns)
         self.table.max_width = self.max_width
@@ -559,12 +519,8 @@ class Benchmark:
         self.print("\n".join(["", *above, render(columns, cases, self.max_width)]))
 
     def conclude(self, sentences: Sequence[Sentence], case: Case | None = None) -> None:
-        """Add sentences that answer the script's question, for scripts without `begin_table`. Call
-        it on rank 0.
-
-        case: the case that the sentences are about. If it was measured before the report was
-        resumed, they start with the time and the hosts.
-        """
+        """Add sentences that answer the script's question, on rank 0. Those about a case that was
+        measured before the report was resumed start with the time and the hosts."""
         if case is not None and self.report.is_earlier(case):
             begin = f"measured {case.measured}: "
             sentences = [begin + with_cause(sentence, LOAD_UNKNOWN) for sentence in sentences]
@@ -598,23 +554,21 @@ class Benchmark:
             exits.exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
-        """Make the run end with this status although its cases passed. Only the first reason is
-        kept. Call it on rank 0."""
+        """Make the run end with this status although its cases passed, on rank 0. The first reason
+        counts."""
         self.failure = self.failure or (status, reason)
         exits.print_error(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
-        """End the run, by default because of a user's mistake that only the joined job can detect.
-
-        All ranks call it, or only rank 0: the launcher then ends the others.
-        """
+        """End the run, by default because of a user's mistake. All ranks call it, or only rank 0:
+        the launcher then ends the others."""
         self.stop_observers()
         self.discard_empty_report()
         exits.refuse(problem, status)
 
     def discard_empty_report(self) -> None:
-        """Remove the report that this run has started if it has no case. The report that it
-        replaced gets its name back. A report to resume is left as it is."""
+        """Remove the report that this run has started if it has no case, and give the report that
+        it replaced its name back."""
         path = self.report.path
         if not self.is_report_open or path in (None, "-") or self.report.cases or self.args.resume:
             return
@@ -629,20 +583,19 @@ class Benchmark:
 
     @end_on_error()
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, Refused | NotArrived | LostPeer):
+        if isinstance(error, BaseException):
             self.stop_observers()
             if isinstance(error, Refused):
                 self.discard_empty_report()
-            raise error
-        if error is not None:
-            self.stop_observers()
+            if isinstance(error, Refused | NotArrived | LostPeer):
+                raise error  # to end_on_error
             return
         self.finish()
         self.leave_job()
         atexit.register(exits.fast_exit, self.status)
 
     def leave_job(self) -> None:
-        """Close all groups. Errors are ignored, because all results are already written."""
+        """Close all groups. All results are written, so errors are ignored."""
         with contextlib.suppress(RuntimeError, LostPeer):
             self.groups.close_all()
             self.job.barrier()
@@ -651,53 +604,37 @@ class Benchmark:
             dist.destroy_process_group()
 
     def stop_observers(self) -> None:
-        """Stop all observers, before this process leaves the job or ends."""
         for observer in self.observers:
             observer.stop()
 
-    @property
-    def records_load(self) -> bool:
-        """Whether an observer records the CPU use by other processes."""
-        return self.measure_load is not None
-
-    def load_of_others(self) -> list[Others]:
-        """Return the CPU use by other processes during the run, for each node. All ranks call it.
-        [] on ranks other than 0, and if no observer records it."""
-        return self.measure_load() if self.measure_load else []
-
     def disturbed(self) -> Others | None:
-        """Return the CPU use by other processes so far, on the node where it was largest. None if
-        it was at most a tenth of the cores, or if it is not recorded. All ranks call it."""
+        """Return the CPU use by other processes on the node where it was largest; None if it was at
+        most BUSY or is not recorded. All ranks call it."""
         busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
         return self.job.broadcast(busiest if busiest and busiest.fraction > BUSY else None)
 
     def finish(self) -> None:
         """Print the final lines, write the report's last line and set `status`."""
-        last_line = self.last_line
         lines: list[str] = []
         for observer in self.observers:
-            remarks = guarded(observer, observer.end, last_line)
+            remarks = guarded(observer, observer.end, self.last_line)
             lines += [folded(remark, self.max_width) for remark in remarks]
-        # commands are not wrapped, so that they can be copied
         path = self.report.path
         if path and path != "-" and not os.path.exists(path):
             self.fail(f"--json {path}: the report was removed during the run")
             path = None
-        lines += [
-            f"# {line}"
-            for line in [*self.commands, *report_lines(path, self.replaced, self.report)]
-        ]
-        lines.append(f"# elapsed {cli.duration(time.monotonic() - exits.STARTED_S)}")
-        self.print("\n" + "\n".join(lines))
+        commands = [*self.commands, *report_lines(path, self.replaced, self.report)]
+        elapsed = cli.duration(time.monotonic() - exits.STARTED_S)
+        # not wrapped, so that commands can be copied
+        self.print("\n".join(["", *lines, *(f"# {x}" for x in commands), f"# elapsed {elapsed}"]))
         loads = self.load_of_others()
         others = others_text(self.report.environment["hosts"], loads) if loads else LOAD_UNKNOWN
         answers = [with_cause(sentence, others) for sentence in self.answers]
         if answers:
             self.print("\n" + "\n".join(folded(sentence, self.max_width) for sentence in answers))
-            last_line["answer"] = answers
-        now = contents.loaded()
-        last_line |= self.report.contents_at_end(now)
-        if changed := last_line.get("changed"):
+            self.last_line["answer"] = answers
+        self.last_line |= self.report.contents_at_end(contents.loaded())
+        if changed := self.last_line.get("changed"):
             line = f"{cli.cut(changed)} changed during the run; --resume will refuse the report"
             self.print(folded(f"warning: {line}", self.max_width))
         status, reason = self.failure or (0, "")
@@ -707,7 +644,7 @@ class Benchmark:
             reason = reason or f"{len(failed)} of {len(cases)} cases failed; {first}"
             status = 1
         try:
-            self.report.finish("failed" if status == 1 else "complete", **last_line)
+            self.report.finish("failed" if status == 1 else "complete", **self.last_line)
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
             exits.print_error(f"error: {reason}")
@@ -727,8 +664,8 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
 
 
 def report_lines(path: str | None, replaced: str | None, report: Report) -> list[str]:
-    """Return lines with the path of the report and the next commands. replaced: new path of an
-    older report, with which this one is compared if they have a case in common."""
+    """Return lines with the path of the report and the next commands. replaced: path of an older
+    report, with which this one is compared if they have a case in common."""
     if not path or path == "-":
         return []
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
@@ -747,8 +684,8 @@ def has_common_case(path: str, report: Report) -> bool:
     except (OSError, ValueError):
         return False
     passed = [case.key for case in old.cases if not case.failed]
-    same = [case for case in report.cases if not case.failed and case.key in passed]
-    return bool(same) and old.benchmark == report.benchmark
+    same = any(case.key in passed for case in report.cases if not case.failed)
+    return same and old.benchmark == report.benchmark
 
 
 def analysis_command(script: str, *words: str) -> str:
@@ -758,8 +695,7 @@ def analysis_command(script: str, *words: str) -> str:
 
 
 def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
-    """Whether a case of a resumed report need not be measured again: it did not fail, and its
-    values were checked if this run checks values."""
+    """Whether a case of a resumed report passed, and was checked if this run checks values."""
     return not case.failed and not (case.check == UNCHECKED and getattr(args, "check", False))
 
 
@@ -775,10 +711,7 @@ def marked(row: str, mark: str, max_width: int | None) -> str:
 
 def with_cause(sentence: Sentence, others: str) -> str:
     """Return the sentence. An impossible result is called disturbed if other processes used the
-    CPU, and implausible otherwise.
-
-    others: CPU use by other processes as text; "" if it was at most BUSY.
-    """
+    CPU, and implausible otherwise. others: from `others_text`."""
     if not isinstance(sentence, Implausible):
         return sentence
     if others and others != LOAD_UNKNOWN:
@@ -787,10 +720,7 @@ def with_cause(sentence: Sentence, others: str) -> str:
 
 
 def folded(text: str, max_width: int | None, mark: str = "# ") -> str:
-    """Wrap a text, with a mark at the start of each line.
-
-    max_width: maximum line width in characters; None to keep the lines as they are.
-    """
+    """Return the text with a mark at the start of each line, wrapped to `max_width` characters."""
     if max_width is None:
         return "\n".join(mark + line for line in text.splitlines())
     wrapper = textwrap.TextWrapper(max_width, initial_indent=mark, subsequent_indent=f"{mark}  ")
@@ -799,8 +729,8 @@ def folded(text: str, max_width: int | None, mark: str = "# ") -> str:
 
 
 def terminal_width() -> int | None:
-    """Return the width in characters, from COLUMNS or the terminal. None if stdout is not a
-    terminal, or is one without a size: mpirun creates those, and may forward their output."""
+    """Return the width in characters; None if stdout is not a terminal, or is one without a size:
+    mpirun creates those, and may forward their output."""
     if not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
@@ -825,8 +755,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def gpu_is_lost(device: torch.device) -> bool:
-    """Whether this process can no longer use its GPU: after a failed assertion in a kernel, for
-    example, every CUDA call fails."""
+    """Whether every CUDA call of this process fails, as after a failed assertion in a kernel."""
     try:
         if device.type == "cuda":
             torch.cuda.current_stream(device).query()  # does not wait: work may never finish

@@ -9,12 +9,12 @@ from harness import cli, exits
 
 
 def find_pipes() -> list[str]:
-    """Return the paths of the two named pipes in the variable. Refuses any other value. Other nodes
-    than that of rank 0 need not have the pipes."""
+    """Return the paths of the two named pipes in the variable, which the node of rank 0 must have.
+    Refuses any other value."""
     text = os.environ[cli.TURN]
     pipes = text.split(":")
-    is_checked = exits.is_rank_0() or exits.is_on_one_node()
-    if is_checked and [Path(pipe).is_fifo() for pipe in pipes] != [True, True]:
+    are_pipes = [Path(pipe).is_fifo() for pipe in pipes] == [True, True]
+    if not are_pipes and (exits.is_rank_0() or exits.is_on_one_node()):
         exits.refuse(
             f"{cli.TURN}: expected two named pipes, which ab.py --interleave sets, got {text!r}; "
             f"try unset {cli.TURN}"
@@ -23,12 +23,8 @@ def find_pipes() -> list[str]:
 
 
 def take(pipes: Sequence[str]) -> Callable[[], None]:
-    """Wait for the first turn of this command. Return a function that passes the turn to the other
-    command and waits for the next one.
-
-    pipes: a token in the first one is the turn of this command, one in the second that of the other
-    command.
-    """
+    """Wait for the first turn of this command: a token in the first pipe. Return a function that
+    passes the turn to the other command, by the second pipe, and waits for the next one."""
     my_pipe = os.open(pipes[0], os.O_RDONLY)
     other_pipe = os.open(pipes[1], os.O_WRONLY)
     os.read(my_pipe, len(cli.TOKEN))

@@ -16,7 +16,7 @@ class Load(Observer):
         if bench.is_interleaved:
             return
         self.load = CpuLoad() if bench.job.local_rank == 0 else None
-        bench.measure_load = self.of_each_node
+        bench.load_of_others, bench.records_load = self.of_each_node, True
         if busy := others_text(bench.report.environment["hosts"], self.of_each_node()):
             bench.print(f"# warning: {busy}: times will be noisy")
 

@@ -44,6 +44,7 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
     observer = Mock()
     groups = Mock(acquire=lambda ranks, subgroups: Mock(start_up_s={}), release=release)
     bench: Any = Mock(observers=[observer], groups=groups, job=Mock(rank=3))
+    bench.release = partial(Benchmark.release, bench)
     monkeypatch.setattr(benchmark, "gpu_is_lost", lambda device: False)
     gc.disable()
     assert Benchmark.attempt(bench, {}, build, (0, 3), ((0, 3),), StopRule()) is None
