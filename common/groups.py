@@ -55,12 +55,11 @@ class Job:
     rendezvous_s: float = 0.0  # seconds until all ranks had joined
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Gather a picklable value from each rank. All ranks call it.
+        """Return the picklable values of all ranks on rank 0, None on other ranks. All ranks call
+        it. Raises LostPeer.
 
-        Returns the values in the order of ranks on rank 0, and None on the other ranks. No rank
-        returns before all have called it, because gather_object all-gathers the sizes first.
-        Otherwise early ranks would enter their next phase, and hang detection would report rank 0,
-        which still waits for the late rank, as late too. Raises LostPeer.
+        No rank returns before all have called it, because gather_object all-gathers the sizes
+        first. Otherwise hang detection would call rank 0 late, too, while it waits for a late rank.
         """
         values = [None] * self.world_size if self.rank == 0 else None
         with lost_peer():
@@ -95,8 +94,8 @@ class Group:
     start_up_s: dict[str, float] = field(default_factory=dict)
 
     def broadcast(self, value: Any) -> Any:
-        """Return the picklable value of the first rank on all ranks of the case. All of them call
-        it. Raises RuntimeError if a rank has left the case: then the case has failed."""
+        """Return the picklable value of the first rank on all ranks of the case, which all call it.
+        Raises RuntimeError if a rank has left the case: then the case has failed."""
         values = [value]
         dist.broadcast_object_list(values, group_src=0, group=self.control)
         return values[0]
@@ -104,8 +103,7 @@ class Group:
 
 @contextmanager
 def lost_peer() -> Iterator[None]:
-    """Raise LostPeer if a collective of all ranks or a call of the store raises: then another
-    process of the job has died."""
+    """Raise LostPeer if a collective of all ranks or a call of the store raises."""
     try:
         yield
     except RuntimeError as error:
@@ -116,8 +114,7 @@ def local_rank() -> int:
     """Return the index of this rank on its node, from LOCAL_RANK or, under torchrun, from RANK.
 
     `torchrun --virtual-local-rank` sets LOCAL_RANK to 0 on all ranks. torchrun numbers ranks node
-    by node, so the index follows from RANK if all nodes have the same number of ranks. If only RANK
-    is set, all ranks are on one node.
+    by node, so with equal nodes the index follows from RANK.
     """
     names = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, world_size, nodes, ranks_of_node = (int(os.environ.get(name, "0")) for name in names)
@@ -127,8 +124,8 @@ def local_rank() -> int:
 
 
 def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups) -> Group | None:
-    """Create the groups of a case, with a group under test for each subgroup. Return None on ranks
-    outside the case. All ranks of the job call it."""
+    """Create the groups of a case, with a group under test for each subgroup; None on ranks outside
+    the case. All ranks of the job call it."""
     with lost_peer():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=job.control_timeout)
     parts = list(map(list, subgroups))
@@ -139,21 +136,16 @@ def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups) -> Group 
 
 
 def barrier_before_new_group(group: Group) -> None:
-    """Wait for the other ranks of the case. Call it before a workload creates a process group.
-
-    If one rank fails, the others would wait forever in torch's constructor of the group. A rank
-    that fails closes its control group, so this barrier fails on the others instead.
-    """
+    """Wait for the other ranks of the case, before a workload creates a process group. If a rank
+    fails and closes its control group, this barrier fails on the others, which would wait forever
+    in torch's constructor of the group."""
     dist.barrier(group.control)
 
 
 def connect(group: dist.ProcessGroup, job: Job) -> float:
-    """Run the first collective of a group under test, and return its time in seconds.
-
-    The legacy NCCL backend connects in the first collective, and a group that is not connected
-    cannot be aborted.
-    Raises RuntimeError if the ranks cannot connect.
-    """
+    """Run the first collective of a group under test, and return its time in seconds. The legacy
+    NCCL backend connects in it, and a group that is not connected cannot be aborted. Raises
+    RuntimeError if the ranks cannot connect."""
     if job.timeout:
         with suppress(RuntimeError):  # mpi has no timeout, nor has fake in torch 2.11
             group.set_timeout(job.timeout)
@@ -165,11 +157,11 @@ def connect(group: dist.ProcessGroup, job: Job) -> float:
 
 
 def abort_group(group: Group) -> None:
-    """Abort the work in flight on the groups of a case that have not been aborted yet.
+    """Abort the groups of a case that have not been aborted yet, from any thread. Errors are
+    ignored.
 
-    Any thread may call it, repeatedly. The groups are aborted concurrently, since an abort in NCCL
-    waits for the kernels of the other groups, which end only when those are aborted too
-    (NVIDIA/nccl#1013). Errors are ignored.
+    The groups are aborted concurrently, since an abort in NCCL waits for the kernels of the other
+    groups, which end only when those are aborted too (NVIDIA/nccl#1013).
     """
     with abort_lock:
         new = [tested for tested in (group.workload, *group.extra) if tested not in group.aborted]
@@ -179,8 +171,7 @@ def abort_group(group: Group) -> None:
 
 
 def destroy(group: dist.ProcessGroup) -> None:
-    """Destroy an idle group. The case is complete, so an error that NCCL reports only now is
-    logged and does not fail it."""
+    """Destroy an idle group. The case is complete, so an error that NCCL reports now is logged."""
     try:
         dist.destroy_process_group(group)
     except RuntimeError as error:
@@ -197,11 +188,8 @@ def close_extra(group: Group) -> None:
 
 
 def close_group(group: Group, failed: bool = False) -> None:
-    """Close the groups of a case. Each member calls this by itself.
-
-    failed: work may still be in flight. Peers on gloo notice a closed socket, and gloo closes it
-    when the last reference to the group is dropped.
-    """
+    """Close the groups of a case. Each member calls this by itself. failed: work may still be in
+    flight. Peers on gloo notice the socket that closes with the last reference to the group."""
     if not failed:
         close_extra(group)
         destroy(group.workload)
@@ -221,46 +209,43 @@ def close_group(group: Group, failed: bool = False) -> None:
 
 
 class GroupCache:
-    """The groups of the most recent cases, which are reused by cases over the same ranks, because
-    connecting takes longer than a short case.
-
-    All ranks of the job call `acquire` and `release` with the same arguments, so that all keep the
-    same sets. A rank stores None for a set to which it does not belong.
-    """
+    """The groups of the most recent cases, for reuse by cases over the same ranks: connecting takes
+    longer than a short case. All ranks of the job call `acquire` and `release` with the same
+    arguments, so that all keep the same sets."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        # by ranks and subgroups, least recently used first
+        # by ranks and subgroups, least recently used first; None for a set without this rank
         self.cached: dict[tuple[tuple[int, ...], Subgroups], Group | None] = {}
 
     def acquire(self, ranks: tuple[int, ...], subgroups: Subgroups | None = None) -> Group | None:
         """Return the groups of a case; None on ranks outside it. Those that are not new have an
         empty `start_up_s`. subgroups: a partition of the ranks; by default one group."""
-        subgroups = subgroups or (ranks,)
-        key = ranks, subgroups
+        key = ranks, subgroups or (ranks,)
         if key in self.cached:
-            group = self.cached[key] = self.cached.pop(key)
+            group = self.cached.pop(key)
             if group:
                 group.start_up_s.clear()
-            return group
-        while len(self.cached) >= MAX_CACHED:
-            self.close(next(iter(self.cached)))
-        self.cached[key] = open_group(ranks, self.job, subgroups)
-        return self.cached[key]
+        else:
+            while len(self.cached) >= MAX_CACHED:
+                self.close(next(iter(self.cached)))
+            group = open_group(ranks, self.job, key[1])
+        self.cached[key] = group
+        return group
 
     def release(self, ranks: tuple[int, ...], subgroups: Subgroups, failed: bool) -> None:
-        """End a case. Its groups stay open if it passed on all ranks."""
+        """End a case. Its groups stay open if it passed on all ranks. A rank on which it failed has
+        already closed them."""
         if failed:
             self.close((ranks, subgroups), failed)
         elif group := self.cached[ranks, subgroups]:
             close_extra(group)
 
     def close(self, key: Any, failed: bool = False) -> None:
-        """Close a set, unless this rank has already done so because the case failed here."""
+        """Close a set, if it is open on this rank."""
         if group := self.cached.pop(key, None):
             close_group(group, failed)
 
     def close_all(self) -> None:
-        """Close all sets, at the end of the run."""
         for key in list(self.cached):
             self.close(key)

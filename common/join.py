@@ -9,8 +9,9 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import torch
@@ -41,18 +42,18 @@ def join(
     """Join the job, or start a world of one, and select a device.
 
     device: `auto` (CUDA if torch finds a GPU), `cpu` or `cuda`. backend: of groups under test; None
-    for nccl on CUDA and gloo on the CPU. timeout: of the rendezvous and of groups under test, as in
-    torch; None for torch's own default. control_timeout: of control groups; by default the same.
+    for nccl on CUDA and gloo on the CPU. timeout: of the rendezvous and of groups under test; None
+    for torch's own default. control_timeout: of control groups; by default the same.
 
     CUDA is first called once all ranks have met, so that until then no rank of this job occupies
     GPU memory. Raises Refused and NotArrived.
     """
-    rank, on_node, world_size, local_world_size = world()
-    limit, least = raise_file_limit(64 + 16 * world_size), LEAST_FILES + 2 * world_size
-    if limit < least:
+    place = rank, on_node, world_size, local_world_size = world()
+    wanted, least = 64 + 16 * world_size, LEAST_FILES + 2 * world_size
+    if (limit := raise_file_limit(wanted)) < least:
         raise Refused(
             f"a rank needs at least {least} open files; {socket.gethostname()} allows {limit}; "
-            f"try ulimit -n {64 + 16 * world_size}",
+            f"try ulimit -n {wanted}",
             here=True,
         )
     chosen = choose_device(device, on_node)
@@ -61,9 +62,8 @@ def join(
     start = time.perf_counter()
     on_loopback = world_size == 1 or meets_on_loopback(world_size, local_world_size)
     if on_loopback and not address_towards(LOOPBACK):
-        raise Refused(
-            f"{socket.gethostname()}: the loopback interface is down; try `ip link set lo up`"
-        )
+        here = socket.gethostname()
+        raise Refused(f"{here}: the loopback interface is down; try `ip link set lo up`")
     store: dist.Store = dist.HashStore()
     second_store = store.clone()
     if world_size > 1:
@@ -76,11 +76,11 @@ def join(
     if interface := "lo" if one_node else find_interface(store, world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-    control_timeout = control_timeout or timeout
+    limits = timeout, control_timeout or timeout
     prefixed = dist.PrefixStore("control", store)
     try:
         dist.init_process_group(
-            "gloo", store=prefixed, rank=rank, world_size=world_size, timeout=control_timeout
+            "gloo", store=prefixed, rank=rank, world_size=world_size, timeout=limits[1]
         )
     except RuntimeError as error:
         if "Unable to find address" not in str(error):
@@ -88,21 +88,8 @@ def join(
         refuse_interface()
     control = dist.group.WORLD
     assert control
-    return Job(
-        rank=rank,
-        local_rank=on_node,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        device=chosen,
-        backend=backend,
-        store=store,
-        control=control,
-        second_store=second_store,
-        timeout=timeout,
-        control_timeout=control_timeout,
-        keeps_memory=keep_freed_memory(),
-        rendezvous_s=time.perf_counter() - start,
-    )
+    keeps, took_s = keep_freed_memory(), time.perf_counter() - start
+    return Job(*place, chosen, backend, store, control, second_store, *limits, keeps, took_s)
 
 
 def leave(job: Job) -> None:
@@ -113,13 +100,10 @@ def leave(job: Job) -> None:
 
 def world() -> tuple[int, int, int, int]:
     """Return (rank, index on its node, world size, ranks of its node), by the launcher's variables.
-
-    A process without these variables is a world of one. Raises Refused for missing and invalid
-    values.
-    """
+    Without them this is a world of one. Raises Refused for missing and invalid values."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ):
         return 0, 0, 1, 1  # started by python
-    world_size = variable("WORLD_SIZE", 1)
+    world_size = variable("WORLD_SIZE", 1, 10**6)
     rank = variable("RANK", 0, world_size - 1)
     if not has_local_variables():
         return rank, rank, world_size, world_size  # `meet` checks that there is one node
@@ -133,21 +117,20 @@ def has_local_variables() -> bool:
     return "LOCAL_RANK" in os.environ or "LOCAL_WORLD_SIZE" in os.environ
 
 
-def variable(name: str, least: int, most: int = 2**31) -> int:
+def variable(name: str, least: int, most: int) -> int:
     """Return the integer in a variable of the launcher. Refuses any other value."""
     text = os.environ.get(name)
     with contextlib.suppress(ValueError):
         if text is not None and least <= int(text) <= most:
             return int(text)
-    limits = f"of at least {least}" if most == 2**31 else f"from {least} to {most}"
-    refuse_variable(name, f"a whole number {limits}", text)
+    refuse_variable(name, f"a whole number from {least} to {most}", text)
 
 
 def refuse_variable(name: str, expected: str, text: str | None) -> NoReturn:
     """Refuse the value of a variable, which may be valid on other ranks."""
     got = "but it is not set" if text is None else f"got {text!r}"
-    line = f"{name} on {socket.gethostname()}: expected {expected}, {got}; {BY_HAND}"
-    raise Refused(line, here=True)
+    here = socket.gethostname()
+    raise Refused(f"{name} on {here}: expected {expected}, {got}; {BY_HAND}", here=True)
 
 
 def raise_file_limit(wanted: int) -> int:
@@ -160,7 +143,7 @@ def raise_file_limit(wanted: int) -> int:
 
 
 def choose_device(wanted: str, on_node: int) -> torch.device:
-    """Return the device of this rank. wanted: see `join`. on_node: the rank's index on its node."""
+    """Return the device of the rank with this index on its node. wanted: see `join`."""
     count = torch.cuda.device_count()
     if wanted == "cuda" and not count:
         raise Refused("device cuda: torch sees no CUDA device here; try cpu")
@@ -185,10 +168,10 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 def keep_freed_memory() -> bool:
     """Make glibc keep memory that the process frees, unless variables of the user configure malloc.
+    Returns whether glibc does.
 
     By default glibc returns memory to the system after each step until the heap has grown, which
     made the first case of a process 6 to 13% slower than the same step later (docs/measuring.md).
-    Returns whether glibc accepted the settings.
     """
     libc = ctypes.CDLL(None)
     users = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
@@ -216,9 +199,7 @@ def meets_on_loopback(world_size: int, local_world_size: int) -> bool:
 
 def connect_to_store(rank: int, limit_s: float, on_loopback: bool) -> dist.TCPStore:
     """Return a connection to the store, which rank 0 serves unless torchrun's agent does.
-
-    on_loopback: the server listens on loopback only; by default it listens on all interfaces.
-    """
+    on_loopback: the server listens on loopback only; by default it listens on all interfaces."""
     port, listener = variable("MASTER_PORT", 1, 65535), None
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not served
@@ -254,8 +235,7 @@ def meet(
 
     Returns two connections to the store. Both are made now, while ranks arrive one by one: the
     store resolves the name of each client in turn (pytorch/pytorch#159007). If all ranks connected
-    at once, a name server might drop requests, and the store would block until each times out
-    after 5 s.
+    at once, a name server might drop requests, and the store would block for 5 s for each.
     """
     until = time.monotonic() + limit_s
     tcp = connect_to_store(rank, limit_s, on_loopback)
@@ -274,8 +254,8 @@ def meet(
             time.sleep(POLL_S)
         missing, problem = json.loads(store.get("all here"))
     except RuntimeError:  # rank 0 has ended, and the store with it
-        lost = f"lost rank 0 at {address}:{os.environ['MASTER_PORT']}"
-        raise NotArrived(f"{here} {lost} before all ranks had arrived", [0]) from None
+        at = f"{address}:{os.environ['MASTER_PORT']}"
+        raise NotArrived(f"{here} lost rank 0 at {at} before all ranks had arrived", [0]) from None
     if problem:
         if rank == 0:  # it may serve the store, which the other ranks poll
             time.sleep(1)
@@ -288,35 +268,30 @@ def missing_or_apart(
 ) -> tuple[list[int], str]:
     """Wait until all ranks have arrived. Returns those that have not, and why the ranks cannot form
     a job; "" if they can."""
-    signs = [f"here/{rank}" for rank in range(world_size)]
-    while not store.check(signs):
+    ranks = range(world_size)
+    while not store.check([f"here/{rank}" for rank in ranks]):
         if time.monotonic() > until:
-            missing = [rank for rank, sign in enumerate(signs) if not store.check([sign])]
-            arrived = addresses(store, [rank for rank in range(world_size) if rank not in missing])
-            hosts = joined(sorted({host for host, _ in arrived}))
+            missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+            arrived = addresses(store, sorted({*ranks} - {*missing}))
+            there = joined(sorted({host for host, _ in arrived}))
             hint = "" if has_local_variables() else f"; on several hosts {ADVICE}"
             return missing, (
                 f"rank {joined(missing)} did not arrive within {limit_s:g} s; "
-                f"ranks on {hosts} did{hint}"
+                f"ranks on {there} did{hint}"
             )
         time.sleep(POLL_S)
-    return [], not_one_node(addresses(store, range(world_size)))
+    hosts = [f"{host} ({address})" for host, address in sorted(set(addresses(store, ranks)))]
+    if has_local_variables() or len(hosts) == 1:
+        return [], ""
+    return [], f"only RANK and WORLD_SIZE are set, but ranks are on {joined(hosts)}; {ADVICE}"
 
 
-def addresses(store: dist.Store, ranks: Any) -> list[tuple[str, str]]:
+def addresses(store: dist.Store, ranks: Sequence[int]) -> list[tuple[str, str]]:
     """Return the host of each of these ranks, and its address on the route to the master."""
     return [tuple(json.loads(text)) for text in store.multi_get([f"here/{r}" for r in ranks])]
 
 
-def not_one_node(found: list[tuple[str, str]]) -> str:
-    """Return why ranks on these hosts and addresses cannot form a job; "" if they can."""
-    hosts = [f"{host} ({address})" for host, address in sorted(set(found))]
-    if has_local_variables() or len(hosts) == 1:
-        return ""
-    return f"only RANK and WORLD_SIZE are set, but ranks are on {joined(hosts)}; {ADVICE}"
-
-
-def joined(words: list[Any], most: int = 8) -> str:
+def joined(words: Sequence[object], most: int = 8) -> str:
     """Join words with commas. Of more than `most`, list the first and count the rest."""
     text = ", ".join(map(str, words[:most]))
     return text if len(words) <= most else f"{text} and {len(words) - most:,} more"
@@ -326,11 +301,8 @@ def joined(words: list[Any], most: int = 8) -> str:
 
 
 def find_interface(store: dist.Store, world_size: int) -> str:
-    """Return the interface with the route to the master; "" if unknown.
-
-    On the master's own node that route may be loopback. There the interface is the one with the
-    route to a rank on another node.
-    """
+    """Return the interface with the route to the master; "" if unknown. On the master's own node,
+    where that may be loopback, the one with the route to a rank on another node."""
     address = address_towards(os.environ["MASTER_ADDR"])
     if address.startswith("127."):
         here = socket.gethostname()
@@ -353,9 +325,9 @@ def address_towards(host: str) -> str:
 def refuse_interface() -> NoReturn:
     """Refuse the interface on which gloo found no address. On other hosts it may be valid."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    known = sorted({*psutil.net_if_addrs()} - {name})
+    known = joined(sorted({*psutil.net_if_addrs()} - {name})) or "lo"
     raise Refused(
         f"GLOO_SOCKET_IFNAME on {socket.gethostname()}: expected an interface with an address, "
-        f"e.g. {joined(known) or 'lo'}, got {name!r}",
+        f"e.g. {known}, got {name!r}",
         here=True,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from common import join
 from common.errors import NotArrived, Refused
@@ -119,15 +119,18 @@ def test_backends_that_cannot_work_on_the_cpu(backend: str, words: str) -> None:
 
 
 def test_several_hosts_need_local_ranks(by_hand: pytest.MonkeyPatch) -> None:
-    here, there = ("a", "10.0.0.1"), ("b", "10.0.0.2")
-    assert join.not_one_node([here, there]) == ""
+    store = HashStore()
+    for rank, row in enumerate((["a", "10.0.0.1"], ["a", "10.0.0.1"], ["b", "10.0.0.2"])):
+        store.set(f"here/{rank}", json.dumps(row))
+    assert join.missing_or_apart(store, 3, 0, 1) == ([], "")
     by_hand.delenv("LOCAL_RANK")
     by_hand.delenv("LOCAL_WORLD_SIZE")
-    assert join.not_one_node([here, here]) == ""
-    assert join.not_one_node([here, there]) == (
+    assert join.missing_or_apart(store, 2, 0, 1) == ([], "")
+    told = (
         "only RANK and WORLD_SIZE are set, but ranks are on a (10.0.0.1), b (10.0.0.2); "
         "set LOCAL_RANK and LOCAL_WORLD_SIZE"
     )
+    assert join.missing_or_apart(store, 3, 0, 1) == ([], told)
 
 
 @pytest.fixture
