@@ -1,6 +1,8 @@
 """GPUs and networks of the nodes: problems at the start, and throttling and network errors during
 the run."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +53,7 @@ class Node(Observer):
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
         """Add an entry per node to `network`, and on CUDA also to `gpus` and `slowed_s`."""
-        row = None
-        environment = self.bench.report.environment
+        environment, row = self.bench.report.environment, None
         if self.is_first_of_node:
             gpus = used_gpus(gpu_state(), environment["ranks"]) if self.reads_gpus else []
             after = gpu_state(COUNTERS) if self.reads_gpus else []
@@ -62,28 +63,24 @@ class Node(Observer):
         if not rows:
             return []
         hosts = environment["hosts"]
-        lines: list[str] = []
-        last_line["network"] = [errors for _, _, errors in rows]
-        if len(rows) > 1:  # on a single node the data does not use the network
-            lines += network_lines(hosts, last_line["network"])
+        all_gpus, all_slowed, last_line["network"] = map(list, zip(*rows, strict=True))
+        # on a single node the data does not use the network
+        lines = network_lines(hosts, last_line["network"]) if len(rows) > 1 else []
         if environment["cuda"]:
-            last_line["gpus"] = [gpus for gpus, _, _ in rows]
-            last_line["slowed_s"] = [slowed for _, slowed, _ in rows]
-            lines += slowed_lines(hosts, last_line["gpus"], last_line["slowed_s"])
-            lines += without_counters(hosts, last_line["gpus"], last_line["slowed_s"])
+            last_line |= {"gpus": all_gpus, "slowed_s": all_slowed}
+            lines += slowed_lines(hosts, all_gpus, all_slowed)
+            lines += without_counters(hosts, all_gpus, all_slowed)
         return lines
 
 
 def warnings_at_start(environment: dict[str, Any]) -> list[str]:
-    """Return a line for each GPU that is throttled or broken, for missing GPUs, and for a rank on
-    CUDA with a single core."""
+    """Return a line for each GPU that is throttled or broken, for missing GPUs, and for the first
+    rank on CUDA with a single core."""
     hosts = environment["hosts"]
     warnings = throttled(hosts, environment["gpus"])
     warnings += [f"{hosts[node]}: {why}" for node, why in gpu_problems(environment).items()]
-    for row in environment["ranks"]:
-        if row["uuid"] and row["cores"] == 1:
-            warnings.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")
-            break  # one line is enough
+    few = [row["rank"] for row in environment["ranks"] if row["uuid"] and row["cores"] == 1]
+    warnings += [f"rank {r} has 1 core for its GPU; see srun --cpus-per-task" for r in few[:1]]
     return bounded([f"warning: {warning}" for warning in warnings], "warnings")
 
 
@@ -107,32 +104,27 @@ def slowed_seconds(before: Gpus, after: Gpus, indices: Sequence[str]) -> Slowed 
     starts, ends = ({gpu["index"]: gpu for gpu in gpus} for gpus in (before, after))
     slowed, known = Slowed(), False
     for index in indices:
-        seconds: dict[str, float] = {}
         start, end = starts.get(index, {}), ends.get(index, {})
-        for counter, reason in SLOWED.items():
-            start_s, end_s = seconds_of(start.get(counter, "")), seconds_of(end.get(counter, ""))
-            if start_s is None or end_s is None:
-                continue
-            known = True
-            if end_s - start_s >= LEAST_SLOWED_S:
-                seconds[reason] = end_s - start_s
-        slowed.append(seconds)
+        grew_s = {
+            reason: seconds_of(end.get(counter, "")) - seconds_of(start.get(counter, ""))
+            for counter, reason in SLOWED.items()
+        }
+        known = known or not all(map(math.isnan, grew_s.values()))
+        slowed.append({reason: s for reason, s in grew_s.items() if s >= LEAST_SLOWED_S})
     return slowed if known else None
 
 
-def seconds_of(text: str) -> float | None:
-    """Return 1.5 for `1500000 us`; None if unknown."""
+def seconds_of(text: str) -> float:
+    """Return 1.5 for `1500000 us`; nan if unknown."""
     number = text.removesuffix(" us")
-    return int(number) / 1e6 if number.isdigit() else None
+    return int(number) / 1e6 if number.isdigit() else math.nan
 
 
 def slowed_lines(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]) -> list[str]:
-    """Return a line for each GPU that was slowed down, with the seconds for each reason.
-
-    A power cap alone is a note, because large matrix products reach it normally. Heat and a power
-    brake are warnings, and come first.
-    """
-    warnings, notes = list[str](), list[str]()
+    """Return a line for each GPU that was slowed down, with the seconds for each reason. A power
+    cap alone is a note, because large matrix products reach it normally. Warnings come first."""
+    warnings: list[str] = []
+    notes: list[str] = []
     for host, node, seconds_of_node in zip(hosts, gpus, slowed, strict=True):
         for row, seconds in zip(node, seconds_of_node or [{}] * len(node), strict=True):
             gpu = row["index"]
@@ -157,24 +149,24 @@ def without_counters(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | N
 
 
 def network_errors() -> Counters:
-    """Return the errors and drops of each network interface of this node, except loopback, since it
-    was started. They include those of other programs."""
+    """Return the errors and drops of each network interface of this node, except loopback, since
+    its start, including those of other programs."""
     try:
         interfaces = psutil.net_io_counters(pernic=True)
     except OSError:  # a system without them
         return {}
-    counters = Counters()
-    for name, interface in interfaces.items():
-        if name != "lo":
-            counters |= {f"{name} {what}": getattr(interface, what) for what in COUNTED}
-    return counters
+    return {
+        f"{name} {what}": getattr(interface, what)
+        for name, interface in interfaces.items()
+        if name != "lo"
+        for what in COUNTED
+    }
 
 
 def growth(before: Counters, after: Counters) -> Counters:
     """Return the increase of each counter that grew between two readings, the largest first."""
-    grew = {name: count - before.get(name, count) for name, count in after.items()}
-    ordered = sorted(grew.items(), key=lambda item: -item[1])
-    return {name: more for name, more in ordered if more > 0}
+    grew = Counter({name: count - before.get(name, count) for name, count in after.items()})
+    return dict((+grew).most_common())
 
 
 def network_lines(hosts: list[str], grew: list[Counters]) -> list[str]:
@@ -182,7 +174,6 @@ def network_lines(hosts: list[str], grew: list[Counters]) -> list[str]:
     by_host = dict(zip(hosts, grew, strict=True))  # nodes on one host have the same counters
     lines = []
     for host in sorted(by_host, key=lambda host: -sum(by_host[host].values())):
-        counts = [f"{more:,} {name}" for name, more in by_host[host].items()]
-        if counts:
+        if counts := [f"{more:,} {name}" for name, more in by_host[host].items()]:
             lines.append(f"warning: {host} counted during the run: {cut(counts)}")
     return bounded(lines, "nodes")

@@ -41,7 +41,6 @@ class Trace(Observer):
     """Runs and profiles a few more iterations after a case is timed."""
 
     def __init__(self, bench: Benchmark) -> None:
-        """End the run if a rank of --profile-ranks does not exist or cannot write a trace."""
         super().__init__(bench)
         self.folder = Path(bench.args.profile or "")
         self.asked: Ranks | None = bench.args.profile_ranks
@@ -52,11 +51,9 @@ class Trace(Observer):
     def after(
         self, key: Mapping[str, Any], work: Workload, times: Times, group: Group
     ) -> dict[str, Any] | None:
-        """Run the steps, and write a trace if this rank is one of those that profile.
-
-        Returns the `file`, the seconds of a step without and with the profiler (`step_s`), their
-        quotient (`slowdown`), and the reason if the file is `lost`; None on a rank without a trace.
-        """
+        """Run the steps, and write a trace if this rank is one of those that profile. Returns the
+        `file`, the seconds of a step without and with the profiler (`step_s`), their quotient
+        (`slowdown`), and the reason if the file is `lost`; None without a trace."""
         if not self.bench.args.profile:
             return None
         steps: Mapping[str, Step | None] = work.profiled or {STEP: work.step, **work.parts}
@@ -132,8 +129,7 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the command that reads the traces of a case; [] if all were lost. traces: results of
-    `after` by rank."""
+    """Return the command that reads the traces of a case; [] if all were lost."""
     for rank, summary in traces.items():
         if "lost" not in summary:
             begin, _, end = summary["file"].rpartition(f"-rank{rank}.")
@@ -145,8 +141,8 @@ def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def check(folder: Path, asked: Ranks | None, world_size: int) -> None:
     """Make the folder. Raises ValueError if this rank cannot write into it."""
     if asked and max(asked) >= world_size:
-        expected = f"expected --profile-ranks from 0 to {world_size - 1}"
-        raise ValueError(f"{expected}, got {max(asked)}; e.g. 0")
+        most = world_size - 1
+        raise ValueError(f"expected --profile-ranks from 0 to {most}, got {max(asked)}; e.g. 0")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -166,8 +162,8 @@ def name_of_case(benchmark: str, key: Mapping[str, Any]) -> str:
 def choose_ranks(
     ranks: Sequence[int], nodes: Sequence[int], medians_s: Sequence[float], asked: Ranks | None
 ) -> set[int]:
-    """Return the ranks that profile: those of --profile-ranks (`asked`), or the first rank of each
-    node and the slowest rank. nodes: of all ranks."""
+    """Return the ranks that profile: those `asked` for, or the first rank of each node and the
+    slowest rank. nodes: of all ranks."""
     if asked is not None:
         return set(ranks) & set(asked)
     first_of_node = {nodes[rank]: rank for rank in reversed(ranks)}

@@ -90,7 +90,7 @@ class Watchdog(Observer):
         # determined now, because a rank gets another parent if its launcher dies before a hang
         self.launcher = launcher_of(os.getpid())
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-        self.store.set(f"answer/{job.rank}", "")
+        self.store.set(f"answer/{job.rank}", json.dumps({"last": None}))
         self.begin("start", member=True)
         self.phase("setup", ahead=1)
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -99,8 +99,6 @@ class Watchdog(Observer):
         self._end_on_signals()
 
     def begin(self, label: str, member: bool) -> None:
-        """Start a new case, which its first phase announces. A rank that is not a member waits, and
-        never counts as behind the ranks of the case."""
         self.label = label
         # The polling thread aborts the group if a rank of the case fails. Clear it before the case
         # number changes, so that it is never taken for a group of the next case.
@@ -112,15 +110,14 @@ class Watchdog(Observer):
         self.group = group  # None before it is closed: two threads must not abort the same group
 
     def phase(self, what: str, ahead: int) -> None:
-        """Announce the next activity in the store."""
         if not what:
             return
         self.order += ahead
         rank, host = self.job.rank, socket.gethostname()
         self.where = f"rank {rank} on {host}, case '{self.label}', {what}"
         state: State = {"rank": rank, "where": self.where, "order": [self.case, self.order]}
-        state |= {"host": host, "pid": os.getpid()}
-        state["error_file"] = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        state |= {"host": host, "pid": os.getpid(), "error_file": error_file}
         with lost_peer():
             self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
@@ -134,13 +131,11 @@ class Watchdog(Observer):
             self.store.add("changes", 1)
 
     def stop(self) -> None:
-        """End the polling and the timer of last resort."""
         self.stopped.set()
         self.thread.join(5)
         faulthandler.cancel_dump_traceback_later()  # last, because the thread restarts the timer
 
     def _watch(self) -> None:
-        """Poll the store for hangs and failed cases."""
         seen, since = -1, time.monotonic()
         while not self.stopped.wait(self.poll_s):
             try:
@@ -158,13 +153,12 @@ class Watchdog(Observer):
                     self.watched.set("hang", "")  # all ranks see it at their next poll
                     self.watched.add("changes", 1)
                 self._abort_failed(changed)
-            except RuntimeError:  # the store is gone: its host has died, or the run has ended
+            except RuntimeError:  # its host has died, or the run has ended
                 if not self.stopped.wait(10):
                     exit_now(1, f"{self.where}: the rendezvous store is gone")
 
     def _check_store(self) -> None:
-        """End this process if the store stops answering. It is then cut off from the other ranks,
-        and no roll call reaches it. A host that is merely slow does answer."""
+        """End this process if the store stops answering: then no roll call reaches it."""
         silent_s, before = 0.0, self.answers
         # counted in waits rather than by the clock, because this process may have been stopped
         while not self.stopped.wait(STORE_CHECK_S):
@@ -192,8 +186,7 @@ class Watchdog(Observer):
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frame)).rstrip()
         group, number, text = last_collective()
-        answer = {"last": [group, number]}
-        self.watched.set(f"answer/{self.job.rank}", json.dumps(answer))
+        self.watched.set(f"answer/{self.job.rank}", json.dumps({"last": [group, number]}))
         time.sleep(GRACE_S + self.poll_s)  # the last rank polls up to this much later
         headline = f"HANG: no progress for {self.timeout_s:g} s"
         reason, silent, with_stack = headline, [], []
@@ -216,10 +209,8 @@ class Watchdog(Observer):
         exit_now(HANG, reason, prints=False)
 
     def _kill_silent(self, silent: list[State], reason: str) -> None:
-        """End the silent ranks that this rank's launcher started on this host.
-
-        Their PIDs and paths come from the store, which any process with access to it can change.
-        """
+        """End the silent ranks that this rank's launcher started on this host. Any process with
+        access to the store can change their PIDs and paths, which come from it."""
         for state in silent:
             if state["host"] == socket.gethostname() and self._is_sibling(state["pid"]):
                 if is_error_file(state["error_file"], os.environ.get("TORCHELASTIC_ERROR_FILE")):
@@ -237,17 +228,15 @@ class Watchdog(Observer):
         ranks = range(self.job.world_size)
         phases = self.watched.multi_get([f"phase/{rank}" for rank in ranks])
         answers = self.watched.multi_get([f"answer/{rank}" for rank in ranks])
-        nothing = b'{"last": null}'
-        pairs = zip(phases, answers, strict=True)
-        return [json.loads(phase) | json.loads(answer or nothing) for phase, answer in pairs]
+        return [json.loads(p) | json.loads(a) for p, a in zip(phases, answers, strict=True)]
 
     def _end_on_signals(self) -> None:
-        """End in order on Ctrl-C, SIGTERM and SIGHUP, even while the main thread waits in C code.
+        """End in order on Ctrl-C, SIGTERM and SIGHUP, even while the main thread waits in C code:
+        another thread reads the wakeup pipe, which receives a byte for each signal.
 
-        Python runs handlers only in the main thread, so another thread reads the wakeup pipe, which
-        receives a byte for each signal. Of simultaneous signals the lowest number counts: torchrun
-        sends its ranks SIGINT and SIGTERM within a millisecond of a second Ctrl-C, and if both are
-        pending, the kernel runs the handler of SIGTERM first.
+        Of simultaneous signals the lowest number counts: torchrun sends its ranks SIGINT and
+        SIGTERM within a millisecond of a second Ctrl-C, and the kernel may run SIGTERM's handler
+        first.
         """
         read, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -277,8 +266,7 @@ class Watchdog(Observer):
 
 
 def set_nccl_variables() -> None:
-    """Set the variables that NCCL in torch reads when the first group is created. Values that the
-    user has set are kept."""
+    """Set variables that torch reads when it creates the first NCCL group, except the user's."""
     if torchrun_set_error_handling():
         del os.environ[ERROR_HANDLING]
     for name, value in SETTINGS.items():
@@ -286,33 +274,26 @@ def set_nccl_variables() -> None:
 
 
 def rank_0_serves_store() -> bool:
-    """Whether rank 0 serves the store of the rendezvous. Otherwise torchrun's agent does."""
+    """Whether rank 0 serves the store of the rendezvous, instead of torchrun's agent."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def speaker_of(nodes: Sequence[int], rank: int, rank_0_serves: bool) -> int | None:
-    """Return the rank on the node of `rank` that reports that the store does not answer: the first
-    one that can lose it. Rank 0 cannot if it serves the store itself: then it is the one that has
-    stopped. None if there is no such rank. nodes: the node of each rank."""
+    """Return the first rank on the node of `rank` that can report a lost store, which rank 0 cannot
+    if it serves the store; None if there is none. nodes: the node of each rank."""
     others = [r for r, node in enumerate(nodes) if node == nodes[rank] and (r or not rank_0_serves)]
     return min(others, default=None)
 
 
 def restart_exit_timer(timeout_s: float) -> None:
-    """Restart the timer of last resort, which prints all stacks and ends this process.
-
-    It expires some time after a hang would have been reported. The timer is in C and needs neither
-    Python nor the store. It is restarted by each phase and by the progress of other ranks.
-    """
+    """Restart the timer of last resort, which prints all stacks and ends this process some time
+    after a hang would have been reported. It is in C and needs neither Python nor the store."""
     faulthandler.dump_traceback_later(timeout_s * 1.5 + 20, exit=True)
 
 
 def launcher_of(pid: int) -> int | None:
-    """Return the PID of the process that started a rank: torchrun's agent, slurmstepd, a shell.
-
-    A wrapper between the launcher and the rank is skipped: its environment has the rank's
-    variables. None if no such process is visible, as in a PID namespace.
-    """
+    """Return the PID of the process that started a rank, such as torchrun's agent; None if it is
+    not visible. A wrapper between them is skipped: its environment has the rank's variables."""
     of_a_rank = "TORCHELASTIC_RUN_ID" if "TORCHELASTIC_RUN_ID" in os.environ else "RANK"
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         parent = psutil.Process(pid).parent()
@@ -324,11 +305,8 @@ def launcher_of(pid: int) -> int | None:
 
 
 def is_error_file(path: Any, own: str | None) -> bool:
-    """Whether a path is the error file of another rank of the same torchrun:
-    FOLDER/LOCAL_RANK/error.json.
-
-    own: the path of this rank's error file; None if torchrun did not start this rank.
-    """
+    """Whether a path is the error file of another rank of the same torchrun. own: the path of this
+    rank's, FOLDER/LOCAL_RANK/error.json; None if torchrun did not start it."""
     if not isinstance(path, str) or not own:
         return False
     given, mine = Path(path).resolve(), Path(own).resolve()
@@ -346,10 +324,8 @@ def print_stacks_and_kill(pid: int) -> None:
 
 
 def ranks_by_state(states: list[State]) -> dict[str, list[State]]:
-    """Sort the ranks into those that do not answer, that are behind, and that wait.
-
-    A rank is behind if another rank is ahead of it, in the phases of the case or in the
-    collectives of a group. A rank outside the case, which stays in phase 0, is never late.
+    """Sort the ranks into those that do not answer, that are behind in the phases of the case or in
+    the collectives of a group, and that wait. A rank outside the case, in phase 0, is never late.
     """
     answered = [state for state in states if state["last"]]
     furthest_phase = max(state["order"] for state in answered)
@@ -379,8 +355,8 @@ def lines_by_state(by_state: dict[str, list[State]]) -> list[str]:
 
 
 def last_collective() -> tuple[str, int, str]:
-    """Return the last collective that this rank called, from torch's flight recorder: its group,
-    its number within the group (from 1; 0 if there is none) and a description."""
+    """Return the last collective that this rank called: its group, its number within the group
+    (from 1; 0 if there is none) and a description."""
     entries = recorded_collectives()
     if not entries:
         return "none", 0, "none so far"
@@ -393,14 +369,14 @@ def recorded_collectives() -> list[dict[str, Any]]:
     """Return the entries of this rank's flight recorder, of all backends. Private API, in
     torch/csrc/distributed/c10d; works in torch 2.11, 2.14 and 2.15 (with NCCL: on tests/cudalab
     only)."""
-    c10d = torch._C._distributed_c10d
-    entries: list[dict[str, Any]] = []
     dumps: list[tuple[str, dict[str, str]]] = [
         ("_dump_fr_trace_json", {}),  # of gloo
         ("_dump_nccl_trace_json", {}),  # of NCCL
         ("_dump_fr_trace_json", {"backend": "nccl2"}),  # of nccl2
     ]
+    entries: list[dict[str, Any]] = []
     for name, options in dumps:
         with contextlib.suppress(Exception):  # this torch may lack it
-            entries += json.loads(getattr(c10d, name)(**options))["entries"]
+            dump = getattr(torch._C._distributed_c10d, name)
+            entries += json.loads(dump(**options))["entries"]
     return entries
