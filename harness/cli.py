@@ -52,22 +52,17 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def version(folder: Path = ROOT) -> str:
-    """The commit that is checked out in a folder; `unknown` without git or outside a checkout.
-
-    A suffix `-dirty` means that files differ from the commit.
-    """
+    """Return the commit of a checkout, with `-dirty` if files differ; `unknown` without git."""
     # without git's own variables: in a hook, GIT_DIR names another repository
     variables = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     # without locks, which could disturb other programs; `describe --dirty` would take one anyway
     git = ["git", "--no-optional-locks", "-C", str(folder)]
-    outputs = []
-    for words in (["describe", "--always"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            done = subprocess.run([*git, *words], capture_output=True, timeout=5, env=variables)
-        except (OSError, subprocess.TimeoutExpired):
-            return "unknown"
-        outputs.append(os.fsdecode(done.stdout).strip())
-    commit, changed = outputs
+    run = functools.partial(subprocess.run, capture_output=True, timeout=5, env=variables)
+    try:
+        commit = os.fsdecode(run([*git, "describe", "--always"]).stdout).strip()
+        changed = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
     return (f"{commit}-dirty" if changed else commit) or "unknown"
 
 
@@ -88,13 +83,12 @@ class PerDevice:
     cpu: Any
 
     def __str__(self) -> str:
-        """The default as shown by --help."""
         words = [",".join(map(str, x)) if isinstance(x, list) else x for x in (self.cuda, self.cpu)]
         return f"{words[0]} on CUDA, {words[1]} on the CPU"
 
 
 def on_cuda(device: str) -> bool:
-    """Whether a script runs on CUDA. device: the value of --device."""
+    """Return whether a script runs on CUDA. device: the value of --device."""
     torch: Any = sys.modules["torch"]  # imported by measuring scripts, but not by analysis/
     return device != "cpu" and bool(torch.cuda.is_available())
 
@@ -104,28 +98,20 @@ class Parser(argparse.ArgumentParser):
     and prints an error as one line per job."""
 
     def __init__(self, doc: str | None, gone: Mapping[str, str] | None = None) -> None:
-        """doc: the description. gone: flags of the program that the script replaces -> what to use
-        instead, which becomes a part of the error message."""
+        """gone: flags of the program that the script replaces -> what to use instead."""
         reserve_streams()
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
         self.gone = LAUNCHER_FLAGS | dict(gone or {})
         self.measures = False  # True once add_common_flags has been called
-        self.add_argument(
-            "--version",
-            action=ShowVersion,
-            nargs=0,
-            help="print the version of these scripts and exit",
-        )
+        self.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help, on rank 0 only."""
         if is_rank_0():
             super().print_help(file)
 
     def suggest_flag(self, word: str) -> str:
-        """Return `; did you mean --collective all_reduce?` if a flag has a choice like this word;
-        "" otherwise."""
+        """Return `; did you mean --collective all_reduce?` if a flag has such a choice; or ""."""
         for action in self._actions:
             choices = action.choices or getattr(action.type, "choices", None) or ()
             if near := difflib.get_close_matches(word, map(str, choices), n=1, cutoff=0.8):
@@ -134,14 +120,12 @@ class Parser(argparse.ArgumentParser):
         return ""
 
     def error(self, message: str) -> NoReturn:
-        """End the process with one line and status 2."""
         refuse(message)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Parse the command line. Defaults that depend on the device are replaced by their values.
-        An invalid command line ends the process with one line and status 2."""
+        """Parse the command line. An invalid one ends the process with one line and status 2."""
         words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
         flags = [flag for action in self._actions for flag in action.option_strings]
         for name in (word.partition("=")[0] for word in words):
@@ -164,7 +148,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def first_lines() -> str:
-    """The first lines of the output: the script, its version and the command."""
+    """Return the first lines of the output: the script, its version and the command."""
     name = Path(sys.argv[0]).stem
     return f"# torchrun-bench {name}, version {version()}\n# command: {shlex.join(sys.argv)}"
 
@@ -186,9 +170,7 @@ def with_hyphens(word: str) -> str:
 
 def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) -> Any:
     """Type of a flag with a comma-separated list. `all` means every choice; duplicates are dropped.
-
-    item: type of an entry, such as str or `size`. choices: the allowed values; None for any.
-    """
+    item: type of an entry, such as str or `size`. choices: the allowed values; None for any."""
 
     def parse(text: str) -> list[Any]:
         if text == "all" and choices:
@@ -211,11 +193,7 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
 def checked(
     convert: Callable[[str], Any], valid: Callable[[Any], bool], expected: str, example: str = ""
 ) -> Any:
-    """Type of a flag with a validity check.
-
-    convert: converts the text. valid: whether the converted value is allowed. expected, example:
-    words for the error message.
-    """
+    """Type of a flag whose text is converted, and refused if the value is not valid."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -292,10 +270,7 @@ def add_common_flags(
     backends: str = "gloo, nccl, ucc, mpi",
 ) -> None:
     """Add the flags of all measuring scripts. -w, -J, --output-file and -T are those of nccl-tests.
-
-    min_iters, max_seconds, timeout: defaults of their flags. backends: those that the help of
-    --backend lists first.
-    """
+    backends: those that the help of --backend lists first."""
     parser.measures = True
     add = parser.add_argument_group("flags of all scripts").add_argument
     add(
@@ -386,8 +361,8 @@ def add_common_flags(
 
 
 def fill_in_variables(path: str) -> str:
-    """Type of --json: replace `{NAME}` by the value of the environment variable NAME. Ranks other
-    than 0, which do not write the file, keep variables that are not set."""
+    """Type of --json: replace `{NAME}` by the environment variable NAME. It may be unset on ranks
+    other than 0, which do not write the file."""
 
     def value_of(match: re.Match[str]) -> str:
         value = os.environ.get(match[1])
@@ -399,17 +374,12 @@ def fill_in_variables(path: str) -> str:
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Refuse an output file that rank 0 cannot write, before the ranks meet: a folder, a FIFO, a
-    device, or a file in a folder that is missing or read-only.
-
-    Ranks of nodes other than rank 0's check nothing, because the folder need not exist there.
-    """
+    """Refuse an output file that rank 0 cannot write, before the ranks meet. Ranks of other nodes
+    check nothing, because the folder need not exist there."""
     if path in (None, "", "-") or not (is_rank_0() or is_on_one_node()):
         return
-    if os.path.isdir(path):
-        refuse(f"{flag}: expected a file, got the folder {path}; e.g. {path}/1.jsonl")
-    if os.path.exists(path) and not os.path.isfile(path):
-        refuse(f"{flag}: {path} is not a regular file; expected a path such as report.jsonl")
+    if kind := files.kind_of(path):
+        refuse(f"{flag} {path}: expected a regular file, got {kind}; e.g. report.jsonl")
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         refuse(f"{flag} {path}: no folder {folder}; try mkdir -p {shlex.quote(folder)}")
@@ -418,17 +388,14 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 def refuse_foreign(path: str) -> None:
-    """Raise ValueError if a page or picture would overwrite a file that this project did not write,
-    or would be written to a pipe or a device. Its own files contain one of GENERATOR_MARKS
-    near their start or end."""
+    """Raise ValueError if a page or picture would overwrite a file without one of GENERATOR_MARKS,
+    which this project did not write, or would be written to a pipe or a device."""
     files.check_regular(path)
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        ends = bytearray()
-        for start in (0, max(0, size - SEARCHED_BYTES)):
-            file.seek(start)
-            ends += file.read(SEARCHED_BYTES)
-    if size and not any(mark.encode() in ends for mark in GENERATOR_MARKS):
+        ends = file.read(SEARCHED_BYTES)
+        file.seek(max(0, os.path.getsize(path) - SEARCHED_BYTES))
+        ends += file.read(SEARCHED_BYTES)
+    if ends and not any(mark.encode() in ends for mark in GENERATOR_MARKS):
         raise ValueError(f"{path} exists and was not written by {GENERATOR}; give another path")

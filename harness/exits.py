@@ -23,10 +23,7 @@ LONG = re.compile(r"""(?<!\w)'(?:[^'\\]|\\.){200,}'(?!\w)|"(?:[^"\\]|\\.){200,}"
 
 
 def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoReturn:
-    """End the run because of a user's mistake: rank 0 prints one line on stderr.
-
-    status: exit status. prints: whether this process prints the line; by default only rank 0 does.
-    """
+    """End the run because of a user's mistake. By default, only rank 0 prints the line."""
     line = f"{Path(sys.argv[0]).name}: error: {shorten(' '.join(message.split()))}"
     write_error_file(line)
     if is_rank_0() if prints is None else prints:
@@ -35,32 +32,29 @@ def refuse(message: str, status: int = 2, prints: bool | None = None) -> NoRetur
         # If this rank ended first, the launcher would kill rank 0 before rank 0 has printed the
         # line. There is no store yet to wait in. Once rank 0 ends, the launcher ends this rank.
         time.sleep(10)
-        launched = ["TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMIX_RANK"]
-        launched += [rank for rank, _ in read_launchers()]
-        if not any(name in os.environ for name in launched):  # each rank has its own command line
-            print_error(line)
+        ranks = [rank for rank, _ in read_launchers()]
+        if not {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "PMIX_RANK", *ranks} & {*os.environ}:
+            print_error(line)  # started by hand: each rank has its own command line
     sys.exit(status)
 
 
 def shorten(message: str) -> str:
-    """Cut the values in a message that are longer than 200 characters, such as a whole file that
-    was passed as a flag."""
+    """Cut the values in a message that are longer than 200 characters."""
     return LONG.sub(lambda value: f"{value[0][:60]}... ({len(value[0]):,} characters)", message)
 
 
 def read_launchers() -> list[tuple[str, str]]:
-    """Return for each launcher in launch/launchers.txt its variables of the rank and of the number
-    of tasks; [] if launch/ was not copied along with the scripts."""
-    lines = list[str]()
-    with contextlib.suppress(OSError):
+    """Return the variables of the rank and of the number of tasks, for each known launcher."""
+    try:
         lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
+    except OSError:  # launch/ was not copied along with the scripts
+        return []
     rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
     return [(rank, size) for _, _, rank, size, *_ in rows]
 
 
 def refuse_worlds_of_one() -> None:
-    """Refuse N processes that were started without torchrun or a wrapper of launch/: each of them
-    would be rank 0 of a world of one."""
+    """Refuse N processes without torchrun or a wrapper of launch/, each a world of one."""
     if "RANK" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
         return
     of_torchrun = [os.environ.get(name, "1") for name in ("PET_NNODES", "PET_NPROC_PER_NODE")]
@@ -71,37 +65,30 @@ def refuse_worlds_of_one() -> None:
     launchers = read_launchers()
     ranks = ["RANK", *(rank for rank, _ in launchers)]
     for _, size in launchers:
-        tasks = os.environ.get(size, "1")
-        if tasks == "1":
-            continue
-        refuse(
-            f"{size}={tasks}, but each task would run as a world of one; start them with "
-            "launch/slurm_torchrun.sbatch (torchrun on each node), "
-            "launch/slurm_srun.sbatch (a task per rank) or "
-            "launch/mpi_env.sh (mpirun, mpiexec, flux)",
-            prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
-        )
+        if (tasks := os.environ.get(size, "1")) != "1":
+            refuse(
+                f"{size}={tasks}, but each task would run as a world of one; start them with "
+                "launch/slurm_torchrun.sbatch (torchrun on each node), launch/slurm_srun.sbatch "
+                "(a task per rank) or launch/mpi_env.sh (mpirun, mpiexec, flux)",
+                prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
+            )
 
 
 def is_on_one_node() -> bool:
-    """Whether all ranks of the job are on this node, according to the launcher's variables."""
+    """Return whether all ranks are on this node, according to the launcher's variables."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
 
 
 def is_rank_0() -> bool:
-    """Whether this process prints for the job: rank 0, or a process whose RANK is not a number."""
+    """Return whether this process prints for the job. A RANK that is not a number prints, too."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return not rank.isdigit() or int(rank) == 0
 
 
 def write_error_file(reason: str, error_file: str | None = None) -> None:
-    """Make torchrun print why this rank ends with a status other than 0, at the end of the summary
-    that follows the output of the ranks.
-
-    error_file: of another rank; by default this rank's. The format is the one that the error
-    handler of torch.distributed.elastic writes.
-    """
+    """Make torchrun's summary name the reason. The format is that of the error handler of
+    torch.distributed.elastic. error_file: of another rank; by default this rank's."""
     error_file = error_file or os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -113,8 +100,7 @@ def write_error_file(reason: str, error_file: str | None = None) -> None:
 
 
 def report_missing_packages() -> None:
-    """Set a sys.excepthook that reports a missing package of requirements.txt in one line. Scripts
-    call it before they import packages."""
+    """Scripts call it before they import packages of requirements.txt."""
     sys.excepthook = name_missing_package
 
 
@@ -141,14 +127,13 @@ def print_error(line: str) -> None:
 
 def abandon(stream: TextIO) -> None:
     """Redirect stdout or stderr to /dev/null after an error on it. Otherwise Python would fail to
-    flush it on exit, and change the exit status to 120."""
+    flush it on exit, with status 120."""
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), stream.fileno())
 
 
 def reserve_streams() -> None:
-    """Reserve the file descriptors of closed standard streams (`>&-`), so that no other file is
-    opened under their numbers. Writing to such a stream then fails as it does on a full disk."""
+    """Reserve the numbers of closed standard streams (`>&-`), so that no report is opened as 2."""
     while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
         pass
     os.close(number)
@@ -157,25 +142,22 @@ def reserve_streams() -> None:
 
 
 def take_stdout() -> IO[bytes]:
-    """Reserve stdout for the report. From now on, `print` writes to stderr."""
+    """Return stdout, for the report. From now on, `print` writes to stderr."""
     stream = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return stream
 
 
 def exit_now(status: int, reason: str, prints: bool = True) -> NoReturn:
-    """End this process immediately, from any thread. prints: whether it prints the reason."""
+    """End this process immediately, from any thread."""
     write_error_file(reason)
     write_stderr(reason if prints else "")
     os._exit(status)
 
 
 def fast_exit(status: int) -> None:
-    """atexit function that ends this process without deallocating its objects.
-
-    Python takes a second of CPU time to tear down torch's modules, and 10 s on busy cores, while
-    torchrun waits. The other exit functions are called first.
-    """
+    """End this process, after the other atexit functions, without deallocating its objects: torch's
+    modules take Python a second of CPU time, and 10 s on busy cores, while torchrun waits."""
     if hasattr(sys, "last_type"):  # an exception, already printed, ends the process
         return
     atexit.unregister(fast_exit)
@@ -197,7 +179,7 @@ ADVICE = re.compile(r"(CUDA out of memory\..*? is free\.)(?:.*?( \S+ \w+ allowed
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     text = ADVICE.sub(r"\1\2", str(error))
     lines = text.strip().splitlines() or ["no message"]
     if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # a line that RPC adds
