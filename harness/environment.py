@@ -46,15 +46,11 @@ BY_DESIGN = re.compile(
 )
 MOST_LINES = 16  # maximum number of warnings of a kind
 HELD_GIB = 1.0  # GPU memory that a driver may use itself, rounded up
-
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-Variables = Mapping[str, str]  # name -> value
 
 
 def user_variables() -> dict[str, str]:
-    """The variables set by the user and the launcher that can affect a measurement. Call it before
-    `join`, which sets others."""
+    """Return the variables that can affect a measurement. Call it before `join` sets others."""
     prefixes = (*FAMILIES, "SLURM_JOB_")
     names = sorted(name for name in os.environ if name.startswith(prefixes))
     variables = {name: os.environ[name] for name in names if name not in PER_RUN}
@@ -64,15 +60,12 @@ def user_variables() -> dict[str, str]:
 
 
 def torchrun_set_error_handling() -> bool:
-    """Whether ERROR_HANDLING was set by torchrun, which sets it to 1 unless the user has set it."""
+    """Return whether torchrun has set ERROR_HANDLING, which the user had not set."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(ERROR_HANDLING) == "1"
 
 
 def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
-    """The nodes on which other processes used more than BUSY of the cores; "" if there are none.
-
-    loads: CPU use by other processes, for each node.
-    """
+    """Return the nodes on which other processes used more than BUSY of the cores; "" if none."""
     busy = [
         f"{load.busy:.1f} of {load.cores} cores of {host}"
         for host, load in zip(hosts, loads, strict=False)  # a dry run has no loads
@@ -81,21 +74,14 @@ def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
     return f"other processes used {cut(busy, 3)}" if busy else ""
 
 
-def collect(
-    job: Job,
-    variables: dict[str, str],
-    memory_held: dict[str, str],
-) -> dict[str, Any]:
-    """The report's environment, on rank 0; {} on other ranks. All ranks call it.
+def collect(job: Job, variables: dict[str, str], memory_held: dict[str, str]) -> dict[str, Any]:
+    """Return the report's environment, on rank 0; {} on other ranks. All ranks call it.
 
-    variables: returned by `user_variables`. memory_held: returned by `gpu_memory`, on the first
-    rank of each node.
+    variables: of `user_variables`. memory_held: of `gpu_memory`, on the first rank of each node.
     """
-    compared = {name: value for name, value in variables.items() if is_compared(name)}
-    of_rank_0 = job.broadcast(compared)
     # with RPC, some ranks may be on the CPU, including the first rank of a node
-    gathered = job.gather((job.device.type, changes(of_rank_0, compared)))
-    cuda = job.broadcast(any(device == "cuda" for device, _ in gathered) if gathered else None)
+    devices = job.gather(job.device.type)
+    cuda = job.broadcast(devices and "cuda" in devices)
     node = None  # collected by the first rank of each node
     if job.local_rank == 0:
         gpus = gpu_state() if cuda else []
@@ -103,12 +89,12 @@ def collect(
             gpu["memory.used"] = memory_held.get(gpu["uuid"], "")
         node = {"topology": topology(cuda), "gpus": gpus}
         node |= {"cpu": cpu_model(), "kernel": platform.release()}
-    rows = job.gather((describe_rank(job), node))
-    if rows is None or gathered is None:
+    compared = {name: value for name, value in variables.items() if is_compared(name)}
+    rows = job.gather((describe_rank(job), node, compared))
+    if rows is None:
         return {}
-    ranks = [rank for rank, _ in rows]
-    nodes = [rank | node for rank, node in rows if node]
-    of_ranks = [with_changes(of_rank_0, row) for _, row in gathered]
+    ranks = [rank for rank, *_ in rows]
+    nodes = [rank | node for rank, node, _ in rows if node]
     counts = [len(node["gpus"]) for node in nodes]
     for node in nodes:
         node["gpus"] = used_gpus(node["gpus"], ranks)
@@ -133,7 +119,7 @@ def collect(
         "gpu_counts": counts,
         "ranks": ranks,
         "variables": variables,
-        "other_variables": other_variables(of_ranks),
+        "other_variables": other_variables([compared for *_, compared in rows]),
     }
 
 
@@ -142,40 +128,28 @@ def is_compared(variable: str) -> bool:
     return variable.startswith(FAMILIES) and not BY_DESIGN.fullmatch(variable)
 
 
-def changes(usual: Variables, mine: Variables) -> dict[str, str | None]:
-    """The variables that differ from the usual ones; None for a variable that is not set."""
-    names = sorted(name for name in {*usual, *mine} if usual.get(name) != mine.get(name))
-    return {name: mine.get(name) for name in names}
-
-
-def with_changes(usual: Variables, differing: Mapping[str, str | None]) -> dict[str, str]:
-    """The variables of a rank, given the usual ones and `changes`."""
-    return {name: value for name, value in {**usual, **differing}.items() if value is not None}
-
-
-def other_variables(of_ranks: Sequence[Variables], first: int = 0) -> list[dict[str, Any]]:
-    """The sets of variables that differ from that of rank `first`, most common set first.
-
-    of_ranks: variables of each rank. A set has its ranks and its `changes`.
-    """
+def other_variables(of_ranks: Sequence[Mapping[str, str]], first: int = 0) -> list[dict[str, Any]]:
+    """Return the sets of variables that differ from that of rank `first`, most common set first:
+    the `ranks` of each, and the `variables` that differ (None: not set)."""
     texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
-    sets = []
+    usual, sets = of_ranks[first], []
     for text, _ in Counter(texts).most_common():
         ranks = [rank for rank, of_rank in enumerate(texts) if of_rank == text]
-        if first not in ranks:
-            differing = changes(of_ranks[first], of_ranks[ranks[0]])
-            sets.append({"ranks": ranks, "variables": differing})
+        mine = of_ranks[ranks[0]]
+        names = sorted(name for name in {*usual, *mine} if usual.get(name) != mine.get(name))
+        if names:
+            sets.append({"ranks": ranks, "variables": {name: mine.get(name) for name in names}})
     return sets
 
 
 def bounded(lines: list[str], noun: str) -> list[str]:
-    """The first MOST_LINES lines, and the number of the remaining ones."""
+    """Return the first MOST_LINES lines, and the number of the remaining ones."""
     more = len(lines) - MOST_LINES
     return [*lines[:MOST_LINES], f"... and {more:,} more {noun}"] if more > 0 else lines
 
 
 def node_of_each(environment: dict[str, Any]) -> list[int]:
-    """The index of each rank's node. On a host with several nodes, each has its own local ranks."""
+    """Return each rank's node. On a host with several nodes, each has its own local ranks."""
     seen: Counter[tuple[str, int]] = Counter()
     nodes: list[tuple[str, int]] = []
     for row in environment["ranks"]:
@@ -186,7 +160,7 @@ def node_of_each(environment: dict[str, Any]) -> list[int]:
 
 
 def node_names(environment: dict[str, Any]) -> list[str]:
-    """The name of each node: its host name, with its index if nodes share a host: `vm (node 1)`."""
+    """Return the host name of each node, with its index if nodes share a host: `vm (node 1)`."""
     hosts = environment["hosts"]
     return [
         host if hosts.count(host) == 1 else f"{host} (node {number})"
@@ -195,14 +169,13 @@ def node_names(environment: dict[str, Any]) -> list[str]:
 
 
 def rank_names(environment: dict[str, Any]) -> list[str]:
-    """The name of each rank: `rank 3 on vm`."""
+    """Return the name of each rank: `rank 3 on vm`."""
     nodes = node_names(environment)
-    of_rank = node_of_each(environment)
-    return [f"rank {rank} on {nodes[node]}" for rank, node in enumerate(of_rank)]
+    return [f"rank {i} on {nodes[node]}" for i, node in enumerate(node_of_each(environment))]
 
 
 def describe_rank(job: Job) -> dict[str, Any]:
-    """This rank's entry in the environment."""
+    """Return this rank's entry in the environment."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     addresses = [entry.address for entry in psutil.net_if_addrs().get(interface, [])]
     ipv4 = [address for address in addresses if "." in address]
@@ -236,10 +209,7 @@ def output_of(command: list[str]) -> str:
 
 
 def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
-    """The fields of a query to nvidia-smi, for each GPU of this node; [] if the query fails.
-
-    query: names of fields, separated by commas. The field `index` precedes them in each row.
-    """
+    """Return these fields of nvidia-smi and `index`, for each GPU of this node; [] if it fails."""
     fields = ["index", *query.split(",")]
     text = output_of(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
     rows = [line.split(", ") for line in text.splitlines()]
@@ -247,25 +217,21 @@ def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
 
 
 def gpu_memory() -> dict[str, str]:
-    """Memory in use on each GPU of this node: UUID -> text such as `4 MiB`. Call it before any rank
-    of the node has used CUDA, so that the memory belongs to other processes."""
+    """Return the memory in use on each GPU of this node: UUID -> text such as `4 MiB`. Call it
+    before any rank of the node has used CUDA, so that the memory belongs to other processes."""
     gpus = gpu_state("uuid,memory.used") if torch.cuda.device_count() else []
     return {gpu["uuid"]: gpu["memory.used"] for gpu in gpus}
 
 
 def used_gpus(gpus: list[dict[str, str]], ranks: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The GPUs of a node that the job's ranks use. nvidia-smi also lists those of other jobs.
-
-    GPUs are matched by UUID. A GPU in MIG mode is kept, because torch reports the UUID of the
-    instance and nvidia-smi that of the GPU. gpus: as returned by `gpu_state`. ranks: as returned by
-    `describe_rank`, of all nodes.
-    """
+    """Return the GPUs of a node that the job's ranks, of all nodes, use. A GPU in MIG mode is kept:
+    torch reports the UUID of the instance, nvidia-smi that of the GPU."""
     used = {f"GPU-{row['uuid']}" for row in ranks}  # torch omits the prefix
     return [gpu for gpu in gpus if gpu["uuid"] in used or gpu["mig.mode.current"] == "Enabled"]
 
 
 def topology(cuda: bool) -> str:
-    """The topology of this node's devices, as text."""
+    """Return the topology of this node's devices, as text."""
     if cuda and (text := output_of(["nvidia-smi", "topo", "-m"])):
         return re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined
     numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
@@ -274,7 +240,7 @@ def topology(cuda: bool) -> str:
 
 
 def cpu_model() -> str:
-    """The model name of this machine's CPU; its architecture if Linux does not report a name."""
+    """Return the model name of the CPU; its architecture if Linux does not report a name."""
     with suppress(OSError, UnicodeDecodeError):
         cpuinfo = Path("/proc/cpuinfo").read_text()
         if match := re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE):
@@ -285,12 +251,10 @@ def cpu_model() -> str:
 def refuse_differences(
     job: Job, environment: dict[str, Any], contents: Mapping[str, str], tested: range | None = None
 ) -> None:
-    """Raise Refused if the ranks cannot be measured together: their command lines, files, or
-    versions of torch or NCCL differ, or ranks share a GPU under NCCL. All ranks call it, before any
-    of them uses NCCL.
+    """Raise Refused if command lines, files, or versions of torch or NCCL differ, or ranks share a
+    GPU under NCCL. All ranks call it, before any of them uses NCCL.
 
-    contents: hashes of the modules of this rank. tested: the ranks that NCCL connects; None for
-    all.
+    contents: of this rank's modules. tested: the ranks that NCCL connects; None for all.
     """
     words = [os.path.basename(sys.argv[0]), *without_paths(sys.argv[1:])]
     first = job.broadcast(words)
@@ -306,18 +270,14 @@ def refuse_differences(
     can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     shared = shared_gpu(environment, tested)
     if shared and not problem and "nccl" in environment["backend"] and not can_share:
-        problem = (
-            f"{shared}; NCCL requires one GPU per rank: start fewer ranks per node, or use "
-            "--backend gloo"
-        )
+        problem = f"{shared}; NCCL requires one GPU per rank: start fewer, or use --backend gloo"
     if problem:
         raise Refused(problem)
     refuse_other_files(job, environment, contents)
 
 
 def refuse_other_files(job: Job, environment: dict[str, Any], contents: Mapping[str, str]) -> None:
-    """Raise Refused if a rank has imported a module with other contents than rank 0's. All ranks
-    call it."""
+    """Raise Refused if a module of a rank differs from rank 0's. All ranks call it."""
     rows = job.gather(differing(job.broadcast(dict(contents)), contents)) or []
     problem = None
     if others := [rank for rank, row in enumerate(rows) if row]:
@@ -343,9 +303,8 @@ def version_problem(ranks: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def without_paths(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with PATH instead of the values of --json and --profile.
-    They may differ between ranks: rank 0 alone writes the report, and each rank writes its own
-    traces."""
+    """Return the words with PATH as the values of --json and --profile, which may differ between
+    ranks: rank 0 alone writes the report, and each rank its own traces."""
     flags = ("-J", "--json", "--output-file", "--output_file", "--profile")
     kept: list[str] = []
     for last, word in zip(["", *words], words, strict=False):
@@ -359,10 +318,7 @@ def without_paths(words: Sequence[str]) -> list[str]:
 
 
 def shared_gpu(environment: dict[str, Any], tested: range | None = None) -> str | None:
-    """Return `ranks 0 and 1 share a GPU on host`; None if each rank has its own GPU.
-
-    tested: the ranks to check; None for all.
-    """
+    """Return `ranks 0 and 1 share a GPU on host`; None if each tested rank has its own GPU."""
     owners: dict[tuple[str, str], int] = {}
     for row in environment["ranks"]:
         if row["uuid"] and (tested is None or row["rank"] in tested):
@@ -373,9 +329,8 @@ def shared_gpu(environment: dict[str, Any], tested: range | None = None) -> str 
 
 
 def memory_in_use(environment: dict[str, Any]) -> dict[int, str]:
-    """Return the nodes on which other processes were using memory of the job's GPUs before the run
-    -> a text with the amounts. Up to HELD_GIB per GPU is ignored, and so are GPUs in MIG mode,
-    whose other instances may belong to other jobs."""
+    """Return the nodes on which other processes held memory of the job's GPUs -> a text with the
+    amounts above HELD_GIB. Other instances of GPUs in MIG mode may belong to other jobs."""
     held = {}
     for node, gpus in enumerate(environment["gpus"]):
         parts = []
@@ -391,9 +346,7 @@ def memory_in_use(environment: dict[str, Any]) -> dict[int, str]:
 
 def gpu_problems(environment: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
     """Return the nodes with uncorrected memory errors or with too few GPUs -> the reason.
-
-    wanted: expected number of GPUs per node; by default the largest number found on a node.
-    """
+    wanted: expected number of GPUs per node; by default the largest number found on a node."""
     counts = environment["gpu_counts"]
     wanted = wanted or max(counts)
     why = {}
@@ -433,5 +386,5 @@ def preamble(environment: dict[str, Any]) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """A count with its noun: `1 rank`, `1,024 ranks`."""
+    """Return a count with its noun: `1 rank`, `1,024 ranks`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

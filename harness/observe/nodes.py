@@ -15,11 +15,11 @@ from harness.environment import (
     node_of_each,
     other_variables,
     shared_gpu,
-    with_changes,
 )
 from harness.report import shown
 
 OF_NODES = ("device", "cpu", "kernel", "cores", "topology")  # expected to be equal on all nodes
+LISTS = {"cpu": "cpus", "kernel": "kernels", "topology": "topologies", "gpus": "gpus"}
 OF_GPUS = (  # expected to be equal for all GPUs
     *("name", "driver_version", "power.limit", "clocks.max.sm"),
     *("ecc.mode.current", "mig.mode.current"),
@@ -43,28 +43,20 @@ def differences_of(environment: dict[str, Any]) -> list[str]:
     variables, ranks = environment["variables"], environment["ranks"]
     of_ranks = [variables] * len(ranks)
     for row in environment["other_variables"]:
+        both = variables | row["variables"]
         for rank in row["ranks"]:
-            of_ranks[rank] = with_changes(variables, row["variables"])
+            of_ranks[rank] = {name: value for name, value in both.items() if value is not None}
     of_node = dict(zip(reversed(node_of_each(environment)), reversed(ranks), strict=True))
     nodes = [
-        of_node[number] | {"cpu": cpu, "kernel": kernel, "topology": topology, "gpus": gpus}
-        for number, (cpu, kernel, topology, gpus) in enumerate(
-            zip(
-                environment["cpus"],
-                environment["kernels"],
-                environment["topologies"],
-                environment["gpus"],
-                strict=True,
-            )
-        )
+        of_node[number] | {name: environment[listed][number] for name, listed in LISTS.items()}
+        for number in range(len(of_node))
     ]
     lines = variable_lines(of_ranks, [rank["host"] for rank in ranks])
     return lines + node_lines(nodes, ranks)
 
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
-    """Return a line for each condition that makes results doubtful: ranks and nodes that differ,
-    and GPUs that are shared by ranks or used by other processes."""
+    """Return a line for each condition that makes results doubtful."""
     warnings = list(environment["differences"])
     if shared := shared_gpu(environment):
         warnings.append(f"{shared}: each one's times include the other's work")
@@ -75,10 +67,7 @@ def warnings_of(environment: dict[str, Any]) -> list[str]:
 
 def variable_lines(of_ranks: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
     """Return a line per host and set of variables that is not the most common one, with both
-    values.
-
-    of_ranks, hosts: variables and host of each rank.
-    """
+    values."""
     texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
     first = texts.index(mode(texts))  # a rank with the most common set
     lines = []
@@ -95,10 +84,7 @@ def variable_lines(of_ranks: Sequence[Mapping[str, str]], hosts: Sequence[str]) 
 
 def node_lines(nodes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[str]:
     """Return a line for each node that differs from most nodes, with both values of each property.
-
-    nodes: the `host` of each node, its OF_NODES, and its `gpus` as returned by `gpu_state`. ranks:
-    the `host`, `local_rank` and `threads` of each rank.
-    """
+    nodes: of each node, its `host`, its OF_NODES, and its `gpus`."""
     lines = []
     usual_threads = mode(row["threads"] for row in ranks)
     other_threads: dict[int, list[dict[str, Any]]] = {}  # by node: ranks with another number
