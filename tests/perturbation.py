@@ -37,6 +37,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed import rpc
 from torch.futures import Future
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -148,29 +149,34 @@ Pair = tuple[
 def key_of(cases: Any, job: Job, group: Group) -> dict[str, Any]:
     """The key of the last case that a script plans, completed as `Benchmark` does."""
     *_, (_, _, key) = cases
-    place = {"device": "cpu", "backend": "gloo", "world_size": job.world_size}
+    place = {"device": job.device.type, "backend": job.backend, "world_size": job.world_size}
     return place | {"ranks": len(group.ranks)} | key
 
 
+def of_device(job: Job) -> str:
+    return f"--device {job.device.type}"
+
+
 def pair_of_ddp_sweep(job: Job, group: Group, roles: Roles) -> Pair:
-    flags = "--device cpu --model mobilenet_v3_small --batch-size 8 --image-size 64 --no-breakdown"
-    args = ddp_sweep.parse_args(flags.split())
+    flags = f"{of_device(job)} --model mobilenet_v3_small --batch-size 8 --image-size 64"
+    args = ddp_sweep.parse_args([*flags.split(), "--no-breakdown"])
     (cases,) = ddp_sweep.plan(args, job, [len(group.ranks)], {}).values()
     bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
     key = key_of(cases, job, group)
-    plain = partial(plain_loops.ddp_sweep, group.workload, job.rank, "mobilenet_v3_small", 8, 64)
+    of_rank = (group.workload, job.rank, job.device)
+    plain = partial(plain_loops.ddp_sweep, *of_rank, "mobilenet_v3_small", 8, 64)
     return lambda: ddp_sweep.build(bench, key, group).step, plain
 
 
 def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
     """Forward and backward only, because the source program has no optimizer."""
-    flags = "--device cpu --model toy-small --batch-size 20 --ddp --dynamo eager"
+    flags = f"{of_device(job)} --model toy-small --batch-size 20 --ddp --dynamo eager"
     args = compile_sweep.parse_args(flags.split())
     (cases,) = compile_sweep.plan(args, job, {}).values()
     bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
     key = key_of(cases, job, group) | {"ranks": len(group.ranks)}
     widths = [10, *[1000] * 3, *[100] * 8]
-    plain = partial(plain_loops.compile_sweep, group.workload, job.rank, widths, 20)
+    plain = partial(plain_loops.compile_sweep, group.workload, job.rank, job.device, widths, 20)
 
     def script() -> Step:
         step = compile_sweep.build(bench, {"eager": 0.0}, key, group).parts["forward+backward"]
@@ -181,33 +187,34 @@ def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
 
 
 def pair_of_ddp_rpc(job: Job, group: Group, roles: Roles) -> Pair:
-    flags = "--device cpu --embedding-dim 512 --lookup sequential --autograd distributed"
+    flags = f"{of_device(job)} --embedding-dim 512 --lookup sequential --autograd distributed"
     args = ddp_rpc.parse_args(flags.split())
     key = key_of(ddp_rpc.plan(args, roles, {}), job, group)
     epoch = ddp_rpc.epoch_of(key, job.rank)
-    plain = partial(plain_loops.ddp_rpc, group.workload, job.rank, key["number_embeddings"], epoch)
+    of_rank = (group.workload, job.rank, job.device)
+    plain = partial(plain_loops.ddp_rpc, *of_rank, key["number_embeddings"], epoch)
     return lambda: ddp_rpc.build(job, key, group, devices=["cpu"]).step, plain
 
 
 def pair_of_parameter_server(job: Job, group: Group, roles: Roles) -> Pair:
-    args = parameter_server.parse_args(
-        ["--device", "cpu", "--routes", "rpc", "--servers", "running"]
-    )
+    flags = f"{of_device(job)} --routes rpc --servers running"
+    args = parameter_server.parse_args(flags.split())
     key = key_of(parameter_server.plan(args, roles, {}), job, group)
     names = ("num_embeddings", "embedding_dim", "dense_layers", "dense_size")
     batches = parameter_server.batches_of(key, job.rank, job.device)
     sizes: Any = {"sizes": [key[name] for name in names], "bucket_mb": key["bucket_size"]}
-    plain = partial(plain_loops.parameter_server, group.workload, batches, **sizes)
+    plain = partial(plain_loops.parameter_server, group.workload, job.device, batches, **sizes)
     devices = ["cpu"] * roles.servers.stop
     build = partial(parameter_server.build, roles=roles, devices=devices, timeout_s=60)
     return lambda: build(job, key, group).step, plain
 
 
 def pair_of_batch_update_ps(job: Job, group: Group, roles: Roles) -> Pair:
-    args = batch_update_ps.parse_args(["--device", "cpu", "--payload", "module"])
+    args = batch_update_ps.parse_args([*of_device(job).split(), "--payload", "module"])
     key = key_of(batch_update_ps.plan(args, roles), job, group)
     batches = batch_update_ps.batches_of(key, job.rank)
-    plain = partial(plain_loops.batch_update_ps, group.workload, job.rank, batches)
+    of_rank = (group.workload, job.rank, job.device)
+    plain = partial(plain_loops.batch_update_ps, *of_rank, batches)
     build = partial(batch_update_ps.build, server_device="cpu", timeout_s=60)
     return lambda: build(job, key, group).step, plain
 
@@ -221,10 +228,21 @@ SOURCES: dict[str, Callable[[Job, Group, Roles], Pair]] = {
 }
 
 
+def norm(tensors: list[torch.Tensor]) -> float:
+    return sum(float(t.detach().square().sum()) for t in tensors) ** 0.5
+
+
 @contextmanager
-def recorded_losses() -> Iterator[list[float]]:
-    """Record all losses that are computed within the context."""
+def recorded_values() -> Iterator[tuple[list[float], list[tuple[float, float]]]]:
+    """Record all losses that are computed within the context, and the norms of gradients and
+    parameters after each step of an optimizer of this process."""
     losses: list[float] = []
+    norms: list[tuple[float, float]] = []
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for part in optimizer.param_groups for p in part["params"]]
+        gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+        norms.append((norm(gradients), norm(parameters)))
 
     def recording(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def loss_of(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -238,20 +256,21 @@ def recorded_losses() -> Iterator[list[float]]:
     with (
         patch.object(module, "cross_entropy", recording(module.cross_entropy)),
         patch.object(module, "l1_loss", recording(module.l1_loss)),
+        register_optimizer_step_post_hook(stepped),
     ):
-        yield losses
+        yield losses, norms
 
 
 def print_losses(name: str, pair: Pair, steps: int, job: Job, group: Group) -> None:
-    """Print a line of JSON from each trainer: the losses during set-up and the given number of
-    steps."""
+    """Print a line of JSON from each trainer: the losses and norms during set-up and the given
+    number of steps."""
     found: dict[str, Any] = {"source": name, "rank": job.rank}
     for way, make in zip(("script", "plain"), pair, strict=True):
-        with recorded_losses() as losses:
+        with recorded_values() as (losses, norms):
             step = make()
             for _ in range(steps):
                 step()
-        found[way] = losses
+        found |= {way: losses, f"{way} norms": norms}
         dist.barrier(group.control)
     sys.stdout.write(json.dumps(found) + "\n")  # in one call, because the ranks share stdout
     sys.stdout.flush()

@@ -22,14 +22,17 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 Step = Callable[[], object]
+Device = torch.device  # of the trainers; servers are on the CPU
 
 
-def ddp_sweep(group: dist.ProcessGroup, rank: int, name: str, samples: int, pixels: int) -> Step:
+def ddp_sweep(
+    group: dist.ProcessGroup, rank: int, device: Device, name: str, samples: int, pixels: int
+) -> Step:
     """A torchvision model under DDP, one batch, SGD."""
     torch.manual_seed(rank)
-    model = torchvision.models.get_model(name)
-    target = torch.randint(1000, (samples,))
-    images = torch.rand(samples, 3, pixels, pixels)
+    model = torchvision.models.get_model(name).to(device)
+    target = torch.randint(1000, (samples,), device=device)
+    images = torch.rand(samples, 3, pixels, pixels, device=device)
     known = inspect.signature(DistributedDataParallel).parameters  # an older torch has another name
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     settings: dict[str, Any] = {"process_group": group, buffers: False}
@@ -45,7 +48,9 @@ def ddp_sweep(group: dist.ProcessGroup, rank: int, name: str, samples: int, pixe
     return step
 
 
-def compile_sweep(group: dist.ProcessGroup, rank: int, widths: Sequence[int], samples: int) -> Step:
+def compile_sweep(
+    group: dist.ProcessGroup, rank: int, device: Device, widths: Sequence[int], samples: int
+) -> Step:
     """Forward and backward of linear layers with ReLU under DDP.
 
     widths: from the input to the last hidden layer. Rank n uses the n-th random batch.
@@ -57,7 +62,8 @@ def compile_sweep(group: dist.ProcessGroup, rank: int, widths: Sequence[int], sa
     model = nn.Sequential(*layers, nn.Linear(widths[-1], 5))
     for _ in range(rank + 1):
         x, target = torch.rand(samples, widths[0]), torch.randint(5, (samples,))
-    replica = DistributedDataParallel(model, process_group=group)
+    x, target = x.to(device), target.to(device)
+    replica = DistributedDataParallel(model.to(device), process_group=group)
 
     def step() -> None:
         nn.functional.cross_entropy(replica(x), target).backward()
@@ -83,7 +89,11 @@ def table_weight() -> Tensor:
 
 
 def ddp_rpc(
-    group: dist.ProcessGroup, rank: int, rows: int, epoch: list[tuple[Tensor, Tensor, Tensor]]
+    group: dist.ProcessGroup,
+    rank: int,
+    device: Device,
+    rows: int,
+    epoch: list[tuple[Tensor, Tensor, Tensor]],
 ) -> Step:
     """An epoch with lookups in a table of 512 columns on a server, dense layers under DDP,
     distributed autograd and a distributed optimizer. epoch: indices, offsets and targets of each
@@ -93,7 +103,7 @@ def ddp_rpc(
     dist.barrier(group)
     torch.manual_seed(0)
     linear = [nn.Linear(a, b) for a, b in ((512, 256), (256, 128), (128, 64), (64, 32), (32, 8))]
-    model = nn.Sequential(*linear[:2], nn.ReLU(), *linear[2:])
+    model = nn.Sequential(*linear[:2], nn.ReLU(), *linear[2:]).to(device)
     replica = DistributedDataParallel(model, process_group=group)
     parameters = [rpc.remote("server0", table_weight)]
     parameters += [rpc.RRef(parameter) for parameter in replica.parameters()]
@@ -103,7 +113,8 @@ def ddp_rpc(
         for indices, offsets, target in epoch:
             with dist_autograd.context() as context:
                 looked_up = rpc.rpc_sync("server0", look_up, args=(indices, offsets))
-                loss = nn.functional.cross_entropy(replica(looked_up), target)
+                scores = replica(looked_up.to(device))
+                loss = nn.functional.cross_entropy(scores, target.to(device))
                 dist_autograd.backward(context, [loss])
                 optimizer.step(context)
 
@@ -143,7 +154,7 @@ def average(
 
 
 def parameter_server(
-    group: dist.ProcessGroup, batches: Any, *, sizes: Sequence[int], bucket_mb: float
+    group: dist.ProcessGroup, device: Device, batches: Any, *, sizes: Any, bucket_mb: float
 ) -> Step:
     """An embedding and linear layers under DDP, with every bucket averaged by a server.
 
@@ -155,7 +166,7 @@ def parameter_server(
     embedding = nn.EmbeddingBag(rows, columns, sparse=True)
     widths = [columns] + [width] * layers
     linear = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    model = nn.Sequential(embedding, *linear, nn.Softmax(dim=1))
+    model = nn.Sequential(embedding, *linear, nn.Softmax(dim=1)).to(device)
     replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
     steps = 0
@@ -167,10 +178,11 @@ def parameter_server(
             parts = [gradient.indices(), gradient.values()]
         else:
             parts = [gradient]
-        arguments = (group.size(), (steps, bucket.index()), parts, tuple(gradient.size()))
+        sent = [part.cpu() for part in parts]
+        arguments = (group.size(), (steps, bucket.index()), sent, tuple(gradient.size()))
 
         def received(call: Future[Any]) -> Tensor:
-            parts = call.value()
+            parts = [part.to(device) for part in call.value()]
             return parts[0] if len(parts) == 1 else as_sparse(parts, tuple(gradient.size()))
 
         return rpc.rpc_async("server0", average, args=arguments).then(received)
@@ -231,21 +243,21 @@ def update(gradients: list[Tensor]) -> Future[Any]:
     return SERVER[0].update(gradients)
 
 
-def batch_update_ps(group: dist.ProcessGroup, rank: int, batches: Tensor) -> Step:
+def batch_update_ps(group: dist.ProcessGroup, rank: int, device: Device, batches: Tensor) -> Step:
     """Send a list of gradients to the server, and receive its module. batches: [count, samples,
     100]."""
     if rank == 0:
         rpc.rpc_sync("server0", start_batch_update, args=(group.size(),))
     dist.barrier(group)
-    model, steps = first_model(), 0
-    zeros = torch.zeros(batches.shape[1], 30)
+    model, steps = first_model().to(device), 0
+    zeros = torch.zeros(batches.shape[1], 30, device=device)
 
     def step() -> None:
         nonlocal model, steps
         model.zero_grad()
-        nn.functional.l1_loss(model(batches[steps % len(batches)]), zeros).backward()
+        nn.functional.l1_loss(model(batches[steps % len(batches)].to(device)), zeros).backward()
         steps += 1
-        gradients = [parameter.grad for parameter in model.parameters()]
-        model = rpc.rpc_sync("server0", update, args=(gradients,))
+        gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        model = rpc.rpc_sync("server0", update, args=(gradients,)).to(device)
 
     return step

@@ -1,4 +1,4 @@
-"""The scripts that replace programs of PyTorch compute the losses that plain loops compute.
+"""The scripts that replace programs of PyTorch compute the values that plain loops compute.
 
 The loops in tests/plain_loops.py share no code with the scripts, but have the same model, batches,
 optimizer and processes.
@@ -13,7 +13,7 @@ import pytest
 
 STEPS = 3
 # from the script's losses those that the plain loop has, in the same order
-SAME: dict[str, Callable[[list[float]], list[float]]] = {
+SAME: dict[str, Callable[[list[Any]], list[Any]]] = {
     # before them a check computes 3 batches on the trainer and in one process
     "ddp_rpc": lambda losses: losses[6:],
     "ddp_sweep": lambda losses: losses,
@@ -25,13 +25,30 @@ SAME: dict[str, Callable[[list[float]], list[float]]] = {
 }
 
 
+# the same of the norms after a step of the trainer's optimizer; the other scripts have none there
+NORMS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "ddp_sweep": lambda norms: norms,
+    "parameter_server": lambda norms: norms[1:8:2] + norms[8:],
+}
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("source", SAME)
 def test_the_losses_are_those_of_a_plain_loop(source: str, start: Callable[..., Any]) -> None:
+    compare(source, start, "cpu")
+
+
+@pytest.mark.cudalab
+@pytest.mark.parametrize("source", SAME)
+def test_the_losses_on_cuda(source: str, start: Callable[..., Any], lab: dict[str, str]) -> None:
+    compare(source, start, "cuda", **lab, CUDALAB_RANDOM="cpu")
+
+
+def compare(source: str, start: Callable[..., Any], device: str, **variables: str) -> None:
     """ddp_rpc with one trainer: two would change its tables at the same time, in any order."""
     ranks = 3 if source == "ddp_rpc" else 4
-    flags = ("--kinds", source, "--losses", str(STEPS), "--device", "cpu")
-    process = start("tests/perturbation.py", *flags, ranks=ranks)
+    flags = ("--kinds", source, "--losses", str(STEPS), "--device", device)
+    process = start("tests/perturbation.py", *flags, ranks=ranks, **variables)
     assert process.wait(240) == 0, process.err
     found = [json.loads(text) for text in re.findall(r"\{.*?\}", process.out)]  # one a rank
     assert sorted(entry["rank"] for entry in found) == list(range(ranks - 2))
@@ -43,5 +60,9 @@ def test_the_losses_are_those_of_a_plain_loop(source: str, start: Callable[..., 
     # with a softmax before the loss, the loss changes in the sixth digit from step to step
     tolerance = 1e-6 if source == "parameter_server" else 1e-5
     assert script[:count] == pytest.approx(plain[:count], rel=tolerance)
+    if chosen := NORMS.get(source):
+        got, wanted = chosen(last["script norms"]), last["plain norms"]
+        for step, expected in zip(got[:STEPS], wanted, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
     if source != "compile_sweep":  # the model trains, so the losses change
         assert plain[count - 1] != plain[0]
