@@ -109,6 +109,23 @@ def a_capture_records_and_a_replay_computes(n: int) -> None:
     assert twice[0] == 2 * n**2
 
 
+def a_missing_wait_is_seen() -> None:
+    """Kernels and copies are later than what does not wait for them. With CUDALAB_LATE=1 only."""
+    x, side = full(0.0), torch.cuda.Stream()
+    pinned = torch.zeros(4).pin_memory()
+    torch.cuda.synchronize()
+    x.fill_(1)
+    with torch.cuda.stream(side):
+        assert (x + 1).tolist() == [1] * 4
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert (x + 1).tolist() == [2] * 4
+    pinned.copy_(x, non_blocking=True)
+    assert pinned.tolist() == [0] * 4
+    torch.cuda.synchronize()
+    assert pinned.tolist() == [1] * 4
+
+
 def a_late_peer_delays_the_stream_but_not_the_host(rank: int) -> None:
     dist.barrier()
     torch.cuda.synchronize()
@@ -143,6 +160,8 @@ def main() -> None:
     values_equal_those_of_the_cpu()
     random_numbers_follow_the_seed()
     mistakes_are_errors()
+    if os.environ.get("CUDALAB_LATE") == "1":
+        a_missing_wait_is_seen()
     collectives(rank, n)
     a_capture_records_and_a_replay_computes(n)
     a_late_peer_delays_the_stream_but_not_the_host(rank)

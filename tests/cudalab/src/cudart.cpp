@@ -17,6 +17,7 @@
 #include <string>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <thread>
 #include <unistd.h>
 
 using std::lock_guard;
@@ -50,6 +51,7 @@ struct Stream {
   int device = 0, priority = 0;
   unsigned flags = 0;
   lab::Works works;
+  shared_ptr<lab::Work> newest;  // of NCCL, also if it is done
   shared_ptr<Capture> capture;
 };
 struct Event {
@@ -58,6 +60,8 @@ struct Event {
   bool recorded = false;
   int64_t recorded_ns = 0;
   lab::Works works;
+  shared_ptr<lab::Work> newest;  // that of the stream
+  cudaStream_t stream = nullptr;
   shared_ptr<Capture> capture;  // the capture in which it was recorded
 };
 struct Segment {
@@ -222,6 +226,57 @@ cudaError_t unsafe(bool about_capture = false) {
   return cudaSuccess;
 }
 
+// ---- late kernels: a thread runs them, the last one launched first, unless a stream, an event or NCCL orders them.
+// It waits until the host waits for their effects, or for LATEST_NS: while the host waits for something
+// else, such as a message, a GPU computes, too.
+struct Task {
+  shared_ptr<lab::Work> work;
+  std::function<void()> run;
+  int device;
+  int64_t launched_ns;
+};
+constexpr int64_t LATEST_NS = 200'000'000;
+std::vector<Task> tasks;  // in the order of their launch
+
+void want(const lab::Works& works) {  // the host waits for them; requires m
+  lab::Works stack = works;
+  while (!stack.empty()) {
+    auto work = stack.back();
+    stack.pop_back();
+    if (work->done || work->wanted) continue;
+    work->wanted = true;
+    stack.insert(stack.end(), work->before.begin(), work->before.end());
+  }
+  finished.notify_all();
+}
+void run_late() {
+  std::unique_lock<mutex> lock(m);
+  for (;;) {
+    int64_t now = lab::now_ns();
+    auto it = std::find_if(tasks.rbegin(), tasks.rend(), [&](Task& task) {
+      drop_done(task.work->before);
+      return task.work->before.empty() && (task.work->wanted || now > task.launched_ns + LATEST_NS);
+    });
+    if (it == tasks.rend()) {
+      finished.wait_for(lock, std::chrono::milliseconds(tasks.empty() ? 1000 : 2));
+      continue;
+    }
+    Task task = std::move(*it);
+    tasks.erase(std::next(it).base());
+    lock.unlock();
+    t_device = task.device;
+    try {
+      task.run();
+    } catch (const std::exception& error) {
+      fprintf(stderr, "cudalab: pid %d: a kernel failed: %s\n", getpid(), error.what());
+      lab::break_device();
+    }
+    task.run = nullptr;
+    lab::finish(task.work);
+    lock.lock();
+  }
+}
+
 cudaError_t allocate(void** out, size_t bytes, int device) {
   lock_guard<mutex> lock(m);
   if (cudaError_t error = unsafe()) return fail(error);
@@ -251,6 +306,7 @@ cudaError_t allocate(void** out, size_t bytes, int device) {
 
 cudaError_t release(void* pointer) {
   if (!pointer) return cudaSuccess;
+  if (lab::late()) lab::sync_all();
   lab::Place p;
   if (!lab::place(pointer, &p)) return fail(cudaErrorInvalidValue);
   lock_guard<mutex> lock(m);
@@ -286,6 +342,10 @@ int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_REALTIME, &t);
   return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+bool late() {
+  static bool v = *variable("CUDALAB_LATE", "0") != '0';
+  return v;
 }
 bool verbose() {
   static bool v = *variable("CUDALAB_VERBOSE", "0") != '0';
@@ -339,16 +399,21 @@ Works tail(cudaStream_t s) {
 }
 void push(cudaStream_t s, shared_ptr<Work> work) {
   lock_guard<mutex> lock(m);
-  if (Stream* stream = find(s)) stream->works = {work};
+  if (Stream* stream = find(s)) {
+    stream->works = {work};
+    stream->newest = work;
+  }
 }
 void finish(const shared_ptr<Work>& work) {
   work->finished_ns = now_ns();
   lock_guard<mutex> lock(m);
   work->done = true;
+  work->before.clear();
   finished.notify_all();
 }
 bool wait(const Works& works, const std::atomic<bool>* stop) {
   std::unique_lock<mutex> lock(m);
+  if (late() && !stop) want(works);
   for (auto& work : works) {
     while (!work->done) {
       if (stop && stop->load()) return false;
@@ -358,6 +423,31 @@ bool wait(const Works& works, const std::atomic<bool>* stop) {
   return true;
 }
 void sync(cudaStream_t s) { wait(tail(s)); }
+void sync_all() {
+  Works works;
+  {
+    lock_guard<mutex> lock(m);
+    for (auto& [_, s] : streams) works.insert(works.end(), s->works.begin(), s->works.end());
+    for (auto& [_, s] : default_streams) works.insert(works.end(), s->works.begin(), s->works.end());
+  }
+  wait(works);
+}
+void launch(cudaStream_t s, std::function<void()> kernel) {
+  if (!late()) {
+    sync(s);
+    return kernel();
+  }
+  lock_guard<mutex> lock(m);
+  Stream* stream = find(s);
+  drop_done(stream->works);
+  auto work = std::make_shared<Work>();
+  work->before = stream->works;
+  stream->works = {work};
+  tasks.push_back({work, std::move(kernel), t_device, now_ns()});
+  static int running_in = 0;
+  if (running_in != getpid()) std::thread(run_late).detach();
+  running_in = getpid();
+}
 
 bool capturing(cudaStream_t s) {
   lock_guard<mutex> lock(m);
@@ -522,6 +612,7 @@ API cudaHostAlloc(void** p, size_t n, unsigned) {
 }
 API cudaMallocHost(void** p, size_t n) { return cudaHostAlloc(p, n, 0); }
 API cudaFreeHost(void* p) {
+  if (late()) sync_all();
   lock_guard<mutex> lock(m);
   if (p && !host_memory.erase((char*)p)) return fail(cudaErrorInvalidValue);
   free(p);
@@ -566,10 +657,18 @@ static cudaError_t copy(void* to, const void* from, size_t n, cudaStream_t s, bo
     lock_guard<mutex> lock(m);
     if (cudaError_t error = unsafe()) return fail(error);
   }
-  sync(s);
-  int64_t begin = listener.load() ? stamp() : 0;
-  memmove(to, from, n);
-  if (begin) tell(COPY, "", s, begin, n);
+  auto move = [=] {
+    int64_t begin = listener.load() ? stamp() : 0;
+    memmove(to, from, n);
+    if (begin) tell(COPY, "", s, begin, n);
+  };
+  auto pageable = [](const void* p) {
+    cudaPointerAttributes found;
+    cudaPointerGetAttributes(&found, p);
+    return found.type == cudaMemoryTypeUnregistered;
+  };
+  launch(s, move);
+  if (waits || pageable(to) || pageable(from)) sync(s);
   return cudaSuccess;
 }
 API cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind) { return copy(to, from, n, 0, true); }
@@ -583,10 +682,11 @@ API cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind)
 API cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) {
   TOUCH;
   if (capturing(s)) { record(s, [=](cudaStream_t at) { lab::sync(at); memset(p, v, n); }); return cudaSuccess; }
-  sync(s);
-  int64_t begin = listener.load() ? stamp() : 0;
-  memset(p, v, n);
-  if (begin) tell(SET, "", s, begin, n);
+  launch(s, [=] {
+    int64_t begin = listener.load() ? stamp() : 0;
+    memset(p, v, n);
+    if (begin) tell(SET, "", s, begin, n);
+  });
   return cudaSuccess;
 }
 API cudaMemset(void* p, int v, size_t n) { return cudaMemsetAsync(p, v, n, 0); }
@@ -620,6 +720,8 @@ API cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t h, unsigned) {
   char* base = lab_map(handle->pid, handle->fd);
   if (!base) return fail(cudaErrorMapBufferObjectFailed);
   *p = base + handle->offset;
+  static std::atomic<bool> told{false};
+  if (verbose() && !told.exchange(true)) fprintf(stderr, "cudalab: pid %d: maps device memory of pid %d\n", getpid(), handle->pid);
   return cudaSuccess;
 }
 API cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
@@ -690,6 +792,10 @@ API cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   } else {
     drop_done(stream->works);
     stream->works.insert(stream->works.end(), event->works.begin(), event->works.end());
+    if (event->newest && event->newest->waits && event->stream != s) {
+      ++*event->newest->waits;
+      event->newest->waits = nullptr;
+    }
   }
   return cudaSuccess;
 }
@@ -709,6 +815,7 @@ API cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) {
   Event* event = (Event*)e;
   if (event->flags & cudaEventInterprocess) sync(s);
   if (broken()) return fail(cudaErrorAssert);
+  if (late() && !capturing(s)) launch(s, [] {});  // an event is as late as a kernel
   lock_guard<mutex> lock(m);
   STREAM(s);
   if (event->device != stream->device) return fail(cudaErrorInvalidResourceHandle);
@@ -717,6 +824,8 @@ API cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) {
   event->recorded = true;
   event->recorded_ns = now_ns();
   event->works = stream->works;
+  event->newest = stream->newest;
+  event->stream = s;
   event->capture = stream->capture;
   return cudaSuccess;
 }
