@@ -5,11 +5,12 @@ quick:
 	$(PYTEST)
 smoke faults launch gpu oldest:
 	$(PYTEST) -m $@
-cudalab: # CUDA and NCCL code on an emulation, then the lines of it that no test has executed
-	rm -f tests/cudalab/.build/lines
+cudalab: # CUDA and NCCL code on an emulation; which planted faults were caught; lines that no test has executed
+	rm -f tests/cudalab/.build/lines tests/cudalab/.build/faults
 	mkdir -p tests/cudalab/.build
 	CUDALAB_COVER="$(CURDIR)/tests/cudalab/.build/lines:benchmarks,common,harness,examples" \
-		$(PYTEST) -n 2 -m $@ tests/test_cudalab.py
+		$(PYTEST) -n 2 -m $@ tests/test_cudalab.py tests/test_plain_loops.py
+	cat tests/cudalab/.build/faults
 	python tests/cudalab_lines.py tests/cudalab/.build/lines
 all: quick smoke faults launch
 lint:

@@ -5,10 +5,13 @@ because they mean nothing there. Sizes are small, because the CPU computes. test
 """
 
 import inspect
+import json
 import re
+import shutil
 import signal
+import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from torch.distributed import distributed_c10d
 
 from common.stats import Estimate
 from harness.report import Case, load
+from tests.mutations import plant
 from tests.process import ROOT, Process, Run
 from tests.smaller import SIZES
 
 pytestmark = pytest.mark.cudalab
 
 LIMIT_S = 500  # per command; a quiet machine with 2 cores needs 2 to 30 s
+VALUES = "tests/cudalab_values.py"
 INJECT, SMALLER = "tests/inject.py", "tests/smaller.py"
 ONE_GPU = "tests/gpu/share_gpu.py"  # all ranks on GPU 0, each as a separate host
 HAS_NCCL2 = hasattr(dist, "ProcessGroupNCCL2")
@@ -50,7 +55,8 @@ class Row:
     least one case; all other cases pass or are skipped. on_cpu: flags for a run on the CPU over
     gloo, with the same values. contexts: number of CUDA contexts, one for each process and GPU;
     None: not counted. implementations: whether to run the command with each implementation of
-    `nccl`.
+    `nccl`. ran: operations of NCCL on rank 0 of a communicator. types: 16-bit types on which
+    operators run; None: any. peak_kib: limit on the peak memory of a case, by its model.
     """
 
     name: str
@@ -67,6 +73,9 @@ class Row:
     implementations: bool = True
     cold: bool = False
     variables: dict[str, str] = field(default_factory=dict)
+    ran: tuple[str, ...] = ()
+    types: tuple[str, ...] | None = None
+    peak_kib: dict[str, float] = field(default_factory=dict)
 
 
 SHORT = "--iters 6 --warmup-iters 1"
@@ -89,6 +98,18 @@ RPC = f"{B}/rpc_latency.py --sizes 4,64K {SHORT}"
 PS = f"{B}/parameter_server.py --num-embeddings 64 --embedding-dim 32 --dense-layers 2"
 PS += f" --dense-size 32 --sample-length 8 --batch-size 4 --bucket-size 0.01 {SHORT}"
 NAMED = "does not answer"
+# gpt has 3,824 parameters: with gradients, momentum and buckets 60 KiB, and activations. A bucket
+# of the case before, 15 KiB, may still be in use
+PEAKS = {"tests.own_models:gpt": 160.0, "tests.own_models:noisy": 50.0}
+# What NCCL ran in all timed cases: 6 rounds of 2 steps and 1 of warm-up are 13 of a step or a part.
+# One operation connects a group.
+OF_DDP = ("2 ran 32 AllReduce f32, 474180 bytes, 32 awaited",)  # 4 to settle, step, alone, check
+OF_RPC = ("2 ran 131 AllReduce f32",)  # 13 epochs of 10 batches
+OF_PS = ("2 ran 69 AllReduce f32",)  # in 4 of 6 cases; 4 checked steps and 13 others
+# 3 checked steps and 3 parts are 42 steps. 12 units; the root's parameters stay gathered
+OF_FSDP = ("2 ran 966 AllGather f32", "2 ran 504 ReduceScatter f32")
+MAPS = "maps device memory"  # of another process: tensors are sent from GPU to GPU
+LATE = {"CUDALAB_LATE": "1"}  # kernels, copies and events are as late as the host allows
 MEMORY = {"CUDALAB_MEMORY_GIB": "0.54"}  # the context uses 0.49 of it
 HAS_PEAKS = {"CUDALAB_NAME": "NVIDIA H100 80GB HBM3"}  # in PEAKS of parallel_sweep.py: prints mfu
 GLOO: dict[str, Any] = {"implementations": False}  # or another fixed backend
@@ -102,7 +123,7 @@ def smi(answers: str) -> dict[str, str]:
 
 ROWS = [
     # each script with the defaults for CUDA, compared with values on the CPU
-    Row("ddp_sweep", 2, f"{DDP} {SHORT}", on_cpu=CPU, contexts=2, ci=True),
+    Row("ddp_sweep", 2, f"{DDP} {SHORT}", on_cpu=CPU, contexts=2, ran=OF_DDP, types=(), ci=True),
     Row(
         *("parallel_sweep", 2, f"{PAR} {SHORT} --mesh dp2,tp2"),
         on_cpu=CPU,
@@ -156,11 +177,34 @@ ROWS = [
         on_cpu="--ncudatrainer 0 --ntrainer 1 --routes hybrid,rpc,sparse_rpc",
         ci=True,
     ),
+    # a missing wait, on the host or between streams, gives wrong values or unfinished events
+    Row("late ddp_sweep", 2, f"{DDP} {SHORT}", variables=LATE, ran=OF_DDP, types=(), ci=True),
+    Row("late compile_sweep", 2, f"{COMPILE} --strategies ddp,fsdp2 --backends aot_eager",
+        variables=LATE, ran=OF_FSDP, types=()),
+    # torch's DistributedOptimizer orders its streams neither before nor after those of the training
+    Row("late ddp_rpc", 4, f"{B}/ddp_rpc.py {SERVERS} {SHORT} --autograd manual", variables=LATE,
+        ran=OF_RPC, says=(MAPS,), types=()),
+    # with two trainers, the second gradient and the average would be on one stream
+    Row("late parameter_server", 5, f"{PS} --ncudatrainer 3 --ncudaserver 1 --routes allreduce,rpc",
+        variables=LATE, says=(MAPS,), types=()),
+    Row("late batch_update_ps", 3, f"{B}/batch_update_ps.py {SERVERS} {SHORT}", variables=LATE),
+    # memory of a case does not outlive it, also if it fails
+    Row("memory of cases", 2, f"{DDP},tests.own_models:noisy {SHORT} "
+        "--world-sizes 2 --no-breakdown --bucket-size 25,26,27,28", peak_kib=PEAKS, **GLOO),
+    Row("memory of a failed case", 2, f"{INJECT} step-raises {DDP} {SHORT} --world-sizes 2 "
+        "--no-breakdown --bucket-size 25,26", (1,), failed="injected", peak_kib=PEAKS, **GLOO),
     # flags for CUDA, and other combinations of device and backend
     Row("ddp dtypes", 2, f"{DDP} {SHORT} --dtype fp32,tf32,bf16 --comm-hook none,fp16,bf16"),
     Row("ddp torchvision", 2, f"{B}/ddp_sweep.py --model mobilenet_v3_small --image-size 32 "
         f"--batch-size 4 {SHORT} --dtype bf16"),
-    Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", contexts=3, **GLOO),  # like RPC
+    Row("ddp bf16", 2, f"{DDP} {SHORT} --dtype bf16 --world-sizes 2 --no-breakdown",
+        types=("BFloat16",), **GLOO),
+    Row("ddp hook bf16", 2, f"{DDP} {SHORT} --comm-hook bf16 --world-sizes 2 --no-breakdown",
+        types=("BFloat16",), **GLOO),
+    Row("ddp unused", 3, f"{B}/ddp_sweep.py --model tests.own_models:idle "
+        f"--find-unused-parameters {SHORT}", types=(), **GLOO),
+    # as many contexts as with RPC
+    Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", contexts=3, lacks=" ran ", **GLOO),
     Row("ddp nccl2", 2, f"{DDP} {SHORT} --backend nccl2", **GLOO),
     Row("ddp 4 ranks", 4, f"{DDP} {SHORT} --bucket-size 0.01,25 --no-breakdown"),
     Row("ddp interleave", 2, f"{DDP} {SHORT} --bucket-size 0.01,25 --comm-hook none,bf16 "
@@ -195,6 +239,10 @@ ROWS = [
     Row("p2p 4", 4, P2P),
     Row("p2p gloo", 2, f"{P2P} --backend gloo", **GLOO),
     Row("compile strategies", 2, f"{COMPILE} --strategies none,fsdp1,fsdp2 --backends aot_eager"),
+    Row("compile fsdp2 bf16", 2, f"{COMPILE} --strategies ddp,fsdp2 --backends eager --dtype bf16",
+        on_cpu=CPU, types=("BFloat16",)),
+    Row("compile checkpoint", 3, f"{COMPILE} --strategies fsdp1,fsdp2 --backends eager "
+        "--fsdp-checkpoint", on_cpu=CPU, types=(), **GLOO),
     Row("compile cudagraphs", 2, f"{COMPILE} --strategies ddp --backends eager,cudagraphs"),
     Row("compile no optimize", 2, f"{COMPILE} --strategies ddp --backends aot_eager "
         "--dynamo-no-optimize-ddp"),
@@ -208,8 +256,12 @@ ROWS = [
     Row("ddp_rpc sparse", 4, f"{B}/ddp_rpc.py {SERVERS} --sparse {SHORT}"),
     Row("batch_update to a CPU", 3, f"{B}/batch_update_ps.py --device cuda {SHORT}"),
     # tensors between GPUs of trainers and servers
-    Row("ps wire cuda", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1", ci=True),
-    Row("ps wire cpu", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1 --wire cpu"),
+    Row("ps wire cuda", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1", ran=OF_PS, says=(MAPS,),
+        types=(), ci=True),
+    Row("ps wire cpu", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1 --wire cpu", lacks=MAPS),
+    Row("ps several servers", 7, f"{PS} --ncudatrainer 4 --ncudaserver 2 --routes rpc "
+        "--placement buckets,grouped", says=(MAPS,), types=(),
+        variables={"CUDALAB_MEMORY_GIB": "6"}, **GLOO),
     Row("ps gloo", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1 --backend gloo", **GLOO),
     Row("ps servers on CUDA", 3, f"{PS} --ntrainer 1 --ncudaserver 1", **GLOO),
     Row("ps dense", 4, f"{PS} --ncudatrainer 2 --nserver 1 --routes allreduce,rpc "
@@ -293,9 +345,12 @@ ROWS = [
 
 @pytest.mark.ci
 @pytest.mark.parametrize("nccl2", NCCL2)
-def test_the_stand_in(nccl2: str, bench: Callable[..., Run], lab: dict[str, str]) -> None:
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_the_stand_in(
+    late: str, nccl2: str, bench: Callable[..., Run], lab: dict[str, str]
+) -> None:
     """Cold, so that torch is imported after sitecustomize.py, as for a user."""
-    variables = lab | {"TORCH_DIST_USE_NCCL2": nccl2}
+    variables = lab | {"TORCH_DIST_USE_NCCL2": nccl2, "CUDALAB_LATE": late}
     run = bench("tests/cudalab/selftest.py", json=False, cold=True, **variables)
     assert run.status == 0, run.out + run.err
     assert run.out.count("of 2: fine") == 2
@@ -318,23 +373,26 @@ def test_a_gpu_that_another_process_uses(bench: Callable[..., Run], lab: dict[st
     assert "30.0 GiB" not in run.out + run.err
 
 
-def words_of(command: str, folder: Path) -> list[str]:
+def words_of(command: str, folder: Path, root: Path = ROOT) -> list[str]:
     """The words of a row's command, with the paths of files in the checkout."""
     words = [word.replace("{tmp}", str(folder)) for word in command.split()]
     files = ("benchmarks/", "tests/")
-    return [str(ROOT / word) if word.startswith(files) else word for word in words]
+    return [str(root / word) if word.startswith(files) else word for word in words]
 
 
 def judge(row: Row, run: Run) -> None:
     """Fail the test unless the run has the result of its row."""
     said = run.out + run.err
     assert run.status in row.status, said
+    assert "NCCL mismatch" not in said, said
     assert ("this kernel does nothing" in said) == ("inductor" in row.command), said
-    for pattern in row.says:
+    types = set(re.findall(r"first operator on (\w+):", said))
+    assert row.types is None or types == set(row.types), f"operators on {sorted(types)}\n{said}"
+    for pattern in (*row.says, *(f"rank 0 of {ran}" for ran in row.ran)):
         assert re.search(pattern, said), f"no {pattern!r} in\n{said}"
     assert not row.lacks or not re.search(row.lacks, said), said
     cases = run.report.cases if run.path.exists() else []
-    checks = [case.check for case in cases]
+    checks, passed = [case.check for case in cases], [case for case in cases if not case.failed]
     shares = [case.metrics.get("launch_share", {}) for case in cases]
     assert all(0 <= share <= 1 for each in shares for share in each.values()), shares
     if row.status == (0,):
@@ -342,6 +400,11 @@ def judge(row: Row, run: Run) -> None:
     failed = [check for check in checks if check.startswith("failed")]
     assert [check for check in failed if not row.failed or row.failed not in check] == [], said
     assert bool(failed) == bool(row.failed), said
+    if row.peak_kib:  # otherwise an earlier case is alive, or its peak is reported again
+        peaks = {
+            c.name: (c.key["model"], c.metrics["memory_allocated_gib"] * 2**20) for c in passed
+        }
+        assert all(kib < row.peak_kib[model] for model, kib in peaks.values()), peaks
     if row.failed and len(checks) > 1:  # other cases pass although one failed
         assert "passed" in checks, said
 
@@ -399,6 +462,20 @@ def compare(cuda: list[Case], cpu: list[Case]) -> None:
                 assert value == expected[name], (case.name, name)
 
 
+def compare_values(cuda: Path, cpu: Path, tolerance: float) -> None:
+    """Each rank that trains has the same losses, gradients and parameters on both devices. They are
+    sorted, because gradients arrive at a server in any order."""
+    for path in sorted(cpu.iterdir()):
+        of_cuda, of_cpu = (
+            sorted(json.loads(line) for line in (where / path.name).read_text().splitlines())
+            for where in (cuda, cpu)
+        )
+        assert of_cpu
+        assert [name for name, _ in of_cuda] == [name for name, _ in of_cpu], path.name
+        for got, expected in zip(of_cuda, of_cpu, strict=True):
+            assert got[1] == pytest.approx(expected[1], rel=tolerance), (path.name, got[0])
+
+
 def variants() -> list[Any]:
     """A parameter for each row and each implementation of `nccl` to use."""
     parameters = []
@@ -413,25 +490,79 @@ def variants() -> list[Any]:
     return parameters
 
 
+FAULTS = tomllib.loads((ROOT / "tests" / "cudalab_faults.toml").read_text())["mistake"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [pytest.param(f, n, id=f"{f['name']}, {n}") for f in FAULTS for n in f["rows"]],
+)
+def test_fault(
+    fault: dict[str, Any],
+    name: str,
+    bench: Callable[..., Run],
+    lab: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """The row fails if the fault is planted in a copy of the checkout, unless its entry says why it
+    may pass. The results are appended to a table."""
+    checkout, results = tmp_path / "checkout", ROOT / "tests" / "cudalab" / ".build" / "faults"
+    for folder in ("benchmarks", "common", "harness", "tests"):
+        ignored = shutil.ignore_patterns(".build", "*cache*")
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=ignored)
+    plant(fault, checkout)
+    (row,) = [row for row in ROWS if row.name == name]
+    row = replace(row, command=f"{row.command} {fault.get('flags', '')}", on_cpu="")
+    reason = ""
+    try:
+        check_row(row, NCCL2[0], bench, lab, tmp_path, checkout)
+    except AssertionError as caught:
+        shown = r"failed: \w.*|NCCL mismatch.*|^no '.*|^operators on .*|Error: \w.*"
+        words = re.findall(shown, str(caught), re.MULTILINE)
+        reason = str([*words, *str(caught).splitlines()][0]).strip()
+    with results.open("a") as table:
+        table.write(f"{fault['name']:70} {name:25} {reason[:90] or 'NOT CAUGHT'}\n")
+    assert reason or "missed" in fault
+
+
 @pytest.mark.parametrize(("row", "nccl2"), variants())
 def test_row(
     row: Row, nccl2: str, bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
 ) -> None:
-    script, *flags = words_of(row.command, tmp_path)
+    check_row(row, nccl2, bench, lab, tmp_path)
+
+
+def check_row(
+    row: Row,
+    nccl2: str,
+    bench: Callable[..., Run],
+    lab: dict[str, str],
+    folder: Path,
+    root: Path = ROOT,
+) -> None:
+    """Run the command of a row and fail unless it has the expected result. root: the checkout."""
+    script, *flags = words_of(row.command, folder, root)
     options: dict[str, Any] = {"ranks": row.ranks, "nodes": row.nodes, "cold": row.cold}
-    options["timeout"] = LIMIT_S
-    options |= lab | row.variables | {"TORCH_DIST_USE_NCCL2": nccl2}
-    if row.contexts is not None:
-        options["CUDALAB_VERBOSE"] = "1"
-    run = bench(script, *flags, **options)
-    judge(row, run)
+    options |= {"timeout": LIMIT_S, "CUDALAB_VERBOSE": "1", "TORCH_DIST_USE_NCCL2": nccl2}
+    options |= lab | row.variables
+    if not row.on_cpu:
+        run = bench(script, *flags, **options)
+        judge(row, run)
+    else:
+        options["CUDALAB_RANDOM"] = "cpu"
+        for where in ("cuda", "cpu"):
+            (folder / where).mkdir()
+        recorded = str(root / VALUES)
+        run = bench(recorded, str(folder / "cuda"), script, *flags, **options)
+        judge(row, run)
+        cuda = run.report.cases
+        on_cpu = row.on_cpu.split()
+        other = bench(recorded, str(folder / "cpu"), script, *flags, *on_cpu, **options)
+        judge(replace(row, ran=(), types=()), other)
+        compare(cuda, other.report.cases)
+        compare_values(folder / "cuda", folder / "cpu", 0.15 if row.types else 1e-3)
     contexts = re.findall(r"pid (\d+) has a context on device (\d+)", run.err)
     assert row.contexts in (None, len(contexts)), contexts
-    if row.on_cpu:
-        cuda = run.report.cases
-        run = bench(script, *flags, *row.on_cpu.split(), **options)
-        judge(row, run)
-        compare(cuda, run.report.cases)
 
 
 @pytest.mark.parametrize("nccl2", NCCL2)

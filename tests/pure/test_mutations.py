@@ -1,14 +1,22 @@
-"""Each mistake of tests/mutations.toml can be planted. When code moves, its entry has to follow."""
+"""Each mistake of tests/mutations.toml and of tests/cudalab_faults.toml can be planted. When code
+moves, its entry has to follow."""
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests import mutations
 
+ON_CUDA = tomllib.loads((mutations.ROOT / "tests" / "cudalab_faults.toml").read_text())["mistake"]
+MISTAKES = [
+    *mutations.MISTAKES,
+    *({**fault, "tests": "tests/test_cudalab.py"} for fault in ON_CUDA),
+]
 
-@pytest.mark.parametrize("mistake", mutations.MISTAKES, ids=lambda mistake: mistake["name"])
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake["name"])
 def test_a_mistake_can_be_planted(mistake: dict[str, str], tmp_path: Path) -> None:
     """Its text occurs once in the file, the result is valid Python (otherwise any test would fail),
     and the files that it names exist."""
