@@ -778,7 +778,7 @@ def scaling(case: Case) -> Sentence:
         # under strong scaling the smaller batch of a rank may fit into its caches
         most = math.inf if case.key["global_batch"] else ranks
         possible = not speed.above(most)
-        shown = speed.as_factor(most) if possible else speed.as_factor()
+        shown = speed.as_factor(most if possible else math.inf, "the number of ranks")
         sentence = f"{on_ranks} trains {shown} as fast as one rank alone"
         if speed.may_be(1):
             sentence = f"{on_ranks} and one rank alone do not differ significantly: {shown} as fast"

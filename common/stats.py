@@ -94,17 +94,18 @@ class Estimate:
             return f"{number} (no interval)"
         return f"{number} ({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})"
 
-    def as_factor(self, most: float = math.inf, unit: str = "times") -> str:
+    def as_factor(self, most: float = math.inf, bound: str = "", unit: str = "times") -> str:
         """A factor in words: `1.24 times (1.10 to 1.39)`.
 
-        most: upper bound of the factor. If the interval exceeds it, the result is
-        `up to 2 times (1.70 at least)`. More decimals are used if rounding would make an interval
-        that excludes 1 look as if it contained 1. unit: as in `text`.
+        most, bound: upper bound of the factor, and what it is. If the interval exceeds it, the
+        result is `1.73 times (1.38 to 2, the number of ranks)`. More decimals are used if rounding
+        would make an interval that excludes 1 look as if it contained 1. unit: as in `text`.
         """
         if self.low is None or self.high is None:
             return self.text(unit, digits=2)
         if self.high > most:
-            return f"up to {most:g} times ({self.low:.2f} at least)"
+            high = f"{most:g}" if self.value <= most else f"{self.high:.2f}; at most {most:g}"
+            return f"{self.value:.2f} times ({self.low:.2f} to {high}, {bound})"
         low, high, digits = self.low, self.high, 2
         while digits < 5 and not self.may_be(1) and 1 in (round(low, digits), round(high, digits)):
             digits += 1

@@ -50,8 +50,12 @@ def test_values_within_the_interval() -> None:
         (Estimate(0.002, -0.001, 0.0034).part_of(0.0761), "nothing measurable (-1.0 to 3.4 ms)"),
         (Estimate(0.002).part_of(0.0761), "2.0 ms (no interval)"),
         # two ranks are at most 2 times as fast as one
-        (Estimate(1.9, 1.7, 2.2).as_factor(most=2), "up to 2 times (1.70 at least)"),
-        (Estimate(1.9, 1.7, 2.0).as_factor(most=2), "1.90 times (1.70 to 2.00)"),
+        (Estimate(1.73, 1.38, 2.2).as_factor(2, "ranks"), "1.73 times (1.38 to 2, ranks)"),
+        (
+            Estimate(2.1, 1.9, 2.2).as_factor(2, "ranks"),
+            "2.10 times (1.90 to 2.20; at most 2, ranks)",
+        ),
+        (Estimate(1.9, 1.7, 2.0).as_factor(2, "ranks"), "1.90 times (1.70 to 2.00)"),
     ],
 )
 def test_wording(words: str, expected: str) -> None:
