@@ -31,7 +31,7 @@ check_job() {
     if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
         refuse "unknown number of ranks per node; use sbatch --gpus-per-node 8 or --ntasks-per-node 8"
     fi
-    if [[ $gpus =~ ^[0-9]+$ ]] && ((ranks < gpus)); then
+    if [[ $gpus =~ ^[0-9]+$ && ! " $* " =~ \ --device[\ =]cpu\  ]] && ((ranks < gpus)); then
         echo "$wrapper: $((gpus - ranks)) of $gpus GPUs per node are idle with --ntasks-per-node" \
             "$ranks; use --ntasks-per-node $gpus for one rank per GPU" >&2
     fi

@@ -55,8 +55,11 @@ def test_the_first_host_of_a_nodelist(nodes: str, first: str, tmp_path: Path) ->
     ],
 )
 def test_ranks_of_a_node(wrapper: str, tasks: str, gpus: str, ranks: int, idle: int) -> None:
+    """No GPU is called idle if the ranks run on the CPU."""
     given = f"{JOB} SLURM_NTASKS_PER_NODE={tasks} SLURM_GPUS_PER_NODE={gpus}"
-    done = start(wrapper, SCRIPT, given=given)
+    for flags in (("--device", "cpu"), ("--device=cpu",)):
+        assert not start(wrapper, SCRIPT, *flags, given=given).stderr
+    done = start(wrapper, SCRIPT, "--min-iters", "9", given=given)
     assert done.returncode == 0, done.stderr
     name = "--nproc-per-node" if "torchrun" in wrapper else "--ntasks-per-node"
     assert f"{name}={ranks}" in shlex.split(done.stdout)
