@@ -149,7 +149,9 @@ def members_of(by: str, nodes: list[int]) -> list[list[int]]:
     each rank. Raises ValueError if there is only one member."""
     members = partition(by, nodes)
     if len(members) < 2:
-        raise ValueError(f"at least two {by}s are required, got 1; e.g. --nproc-per-node 2")
+        raise ValueError(
+            f"at least two {by}s are required, got 1; e.g. torchrun --nproc-per-node 2"
+        )
     return members
 
 

@@ -554,7 +554,8 @@ def read_swept(path: str) -> list[Case]:
     cases = [case for case in report.cases if not case.failed and "compute_s" in case.metrics]
     if not cases:
         raise ValueError(
-            f"--against {path}: no case has a breakdown; run it without --no-breakdown"
+            f"--against {path}: no case has a breakdown; run parallel_sweep.py without "
+            "--no-breakdown"
         )
     return cases
 

@@ -1,5 +1,5 @@
-"""Hints: missing and wide intervals with their causes and the flag that helps, launch-bound cases,
-and steps with two modes."""
+"""Hints: the cause of missing and wide intervals and the flag that helps, launch-bound cases, and
+steps with two modes."""
 
 import math
 import os
@@ -21,10 +21,6 @@ WIDE = 0.1  # an interval that extends further from its value, relative to it, g
 MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
 MIN_MODE_SAMPLES = 5  # of each mode
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time
-LAUNCH_HINT = (
-    "launch-bound: launching the kernels takes the host over 90% of the time, so this measures "
-    "Python; try a larger --batch-size, CUDA graphs (-G) or compile"
-)
 
 
 class Hints(Observer):
@@ -45,7 +41,7 @@ class Hints(Observer):
         crowded = crowded_text(measured_on["ranks"], others, node_of_each(measured_on))
         lines = hints(passed, args, busy, crowded, bool(others))
         if any(launch_bound(case) for case in passed):
-            lines.append(LAUNCH_HINT)
+            lines.append(launch_hint(args))
         return lines
 
 
@@ -54,6 +50,27 @@ def launch_bound(case: Case) -> float | None:
     is at most LAUNCH_BOUND."""
     share = max(case.metrics.get("launch_share", {}).values(), default=0.0)
     return float(share) if share > LAUNCH_BOUND else None
+
+
+def launch_hint(args: Any) -> str:
+    """Return the line on launch-bound cases. args: parsed flags; only flags that the script has,
+    and that its models allow, are suggested."""
+    given = vars(args)
+    models = given.get("models") or [given.get("model") or ""]
+    remedies = []
+    if any(":" in model for model in models):  # package.module:function
+        remedies.append("a larger batch in the function of --model")
+    elif given.get("global_batch") or ("global_batch" in given and "batch_size" not in given):
+        remedies.append("a larger --global-batch")
+    elif "batch_size" in given:
+        remedies.append("a larger --batch-size")
+    if "cudagraph" in given and not given["cudagraph"]:
+        remedies.append("CUDA graphs (-G)")
+    if "inductor" not in given.get("backends", ["inductor"]):
+        remedies.append("--backends inductor")
+    text = "launch-bound: launching the kernels takes the host over 90% of the time"
+    trying = f"; try {' or '.join(remedies)}" if remedies else ""
+    return f"{text}, so this measures Python{trying}"
 
 
 def modes(samples: ArrayLike) -> list[tuple[float, float]]:
@@ -154,8 +171,8 @@ def drifts(case: Case) -> bool:
 def hints(
     cases: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool = True
 ) -> list[str]:
-    """Return lines on missing and wide intervals: their numbers and cases, and for each cause found
-    the flag that helps.
+    """Return a line on missing and wide intervals: the cause, the number of cases, and the remedy.
+    With --wide, further lines list the numbers and their cases.
 
     cases: those that did not fail. busy, crowded: CPU use by other processes, and nodes with more
     ranks than cores, as text. is_load_known: whether CPU use by other processes was measured.
@@ -163,9 +180,14 @@ def hints(
     doubtful = [case for case in cases if without_interval(case) or with_wide_interval(case)]
     if not doubtful:
         return []
-    lines = list_intervals("missing (-)", cases, without_interval)
-    lines += list_intervals(f"wider than +-{WIDE:.0%}", cases, with_wide_interval)
-    return lines + [f"  {cause}" for cause in causes(doubtful, args, busy, crowded, is_load_known)]
+    cause, remedy = cause_and_remedy(doubtful, args, busy, crowded, is_load_known)
+    count = f"{len(doubtful)} of {count_of(len(cases), 'case')}"
+    line = f"{cause}: 95% intervals missing (-) or wider than +-{WIDE:.0%} in {count}; {remedy}"
+    if not args.wide:
+        return [f"{line}; --wide lists them"]
+    lists = list_intervals("missing (-)", cases, without_interval)
+    lists += list_intervals(f"wider than +-{WIDE:.0%}", cases, with_wide_interval)
+    return [line, *(f"  {text}" for text in lists)]
 
 
 def list_intervals(
@@ -189,28 +211,24 @@ def list_intervals(
     return [f"95% interval {what} in {count} of {count_of(len(cases), 'case')}: {listed}"]
 
 
-def causes(
+def cause_and_remedy(
     doubtful: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool
-) -> list[str]:
-    """Return a line for each cause found, with its remedy; if there is none, a common remedy."""
-    lines = []
+) -> tuple[str, str]:
+    """Return what may have caused uncertain numbers, and the remedy of the first such cause."""
     if crowded:
-        lines.append(f"{crowded}: start fewer ranks")
+        return f"{crowded} and {busy}" if busy else crowded, "start fewer ranks"
     if busy:
-        lines.append(f"{busy}: wait until they end, or compare with analysis/ab.py --interleave")
+        return busy, "wait until they end, or compare with analysis/ab.py --interleave"
+    found = []
     counts = [len(slowest_s(case)) for case in doubtful]
-    drifting = sum(drifts(case) for case in doubtful)
-    longer = f"try {flag_for_more(doubtful, args)}"
-    if drifting:
-        drift = f"samples of {count_of(drifting, 'case')} drift, and so count as fewer"
-        lines.append(f"{drift}: {longer}")
+    if drifting := sum(drifts(case) for case in doubtful):
+        found.append(f"samples of {count_of(drifting, 'case')} drift, and so count as fewer")
     elif min(counts) < args.min_iters:
-        lines.append(f"few samples, down to {min(counts)} per case: {longer}")
-    if is_load_known:
-        return lines or [f"no cause found: {longer}"]
-    by_ab = "ab.py records it" if os.environ.get(TURN) else "so it may be the cause"
-    unknown = f"CPU use by other processes was not measured here, {by_ab}"
-    return [*lines, unknown] if lines else [f"{unknown}: {longer}"]
+        found.append(f"few samples, down to {min(counts)} per case")
+    if not is_load_known:
+        by_ab = " (ab.py records it)" if os.environ.get(TURN) else ""
+        found.append(f"CPU use by other processes was not measured here{by_ab}")
+    return "; ".join(found) or "no cause found", f"try {flag_for_more(doubtful, args)}"
 
 
 def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
@@ -221,5 +239,6 @@ def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
     # --max-seconds applies to each setting of a case
     counts = [len(str(case.key.get("settings", "")).split(", ")) for case in doubtful]
     timed = [timed_s(case) / count for case, count in zip(doubtful, counts, strict=True)]
-    seconds = 4 * max(args.max_seconds, *timed)
-    return f"--max-seconds {math.ceil(seconds)}"
+    seconds = f"--max-seconds {math.ceil(4 * max(args.max_seconds, *timed))}"
+    # in node_check.py, a case ends with its share of the budget, too
+    return f"--budget {4 * args.budget:g} {seconds}" if hasattr(args, "budget") else seconds

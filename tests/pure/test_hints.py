@@ -24,10 +24,12 @@ def case(name: str = "a", samples: list[float] | None = None, **metrics: Any) ->
     return Case(key={"name": name}, name=name, ranks=[0], samples_s=step, metrics=metrics)
 
 
-def said(*cases: Case, busy: str = "", crowded: str = "", **flags: Any) -> list[str]:
+def said(
+    *cases: Case, busy: str = "", crowded: str = "", is_load_known: bool = True, **flags: Any
+) -> list[str]:
     """The hints of a run with these cases."""
-    given = {"iters": None, "min_iters": 20, "max_seconds": 5} | flags
-    return hints(cases, SimpleNamespace(**given), busy, crowded)
+    given = {"iters": None, "min_iters": 20, "max_seconds": 5, "wide": False} | flags
+    return hints(cases, SimpleNamespace(**given), busy, crowded, is_load_known)
 
 
 def test_which_intervals_are_mentioned() -> None:
@@ -35,10 +37,10 @@ def test_which_intervals_are_mentioned() -> None:
     time."""
     full = case(step_s=SURE, exposed_s=Estimate(0.1, -1, 1), samples_per_s=NONE)
     assert said(full, case(samples_per_s=1.0)) == []
-    lines = said(full, case("a", step_s=NONE, exposed_s=SURE), case("b", step_s=WIDE))
-    assert lines[:2] == [
-        "95% interval missing (-) in 1 of 3 cases: step (a)",
-        "95% interval wider than +-10% in 1 of 3 cases: step (b)",
+    lines = said(full, case("a", step_s=NONE, exposed_s=SURE), case("b", step_s=WIDE), wide=True)
+    assert lines[1:] == [
+        "  95% interval missing (-) in 1 of 3 cases: step (a)",
+        "  95% interval wider than +-10% in 1 of 3 cases: step (b)",
     ]
 
 
@@ -46,17 +48,17 @@ def test_each_number_is_named_with_its_cases() -> None:
     """Two cases lack one interval each, and in one of them another is too wide. If two tables have
     a row of the same name, the first word of the title is added."""
     cases = [case("a", step_s=NONE, late_s=SURE), case("b", step_s=WIDE, late_s=NONE)]
-    assert said(*cases)[:2] == [
-        "95% interval missing (-) in 2 of 2 cases: step (a); late (b)",
-        "95% interval wider than +-10% in 1 of 2 cases: step (b)",
+    assert said(*cases, wide=True)[1:] == [
+        "  95% interval missing (-) in 2 of 2 cases: step (a); late (b)",
+        "  95% interval wider than +-10% in 1 of 2 cases: step (b)",
     ]
     cases = [case(f"c{number}", step_s=NONE) for number in range(5)]
     listed = "step (c0, c1, c2 and 2 more)"
-    assert said(*cases)[0] == f"95% interval missing (-) in 5 of 5 cases: {listed}"
+    assert said(*cases, wide=True)[1] == f"  95% interval missing (-) in 5 of 5 cases: {listed}"
     for one, model in zip(cases, ("x, fp32", "y, fp32"), strict=False):
         one.name, one.table = "ddp", model
     listed = "step (ddp of x, ddp of y)"
-    assert said(*cases[:2])[0] == f"95% interval missing (-) in 2 of 2 cases: {listed}"
+    assert said(*cases[:2], wide=True)[1] == f"  95% interval missing (-) in 2 of 2 cases: {listed}"
 
 
 OTHERS = "other processes used 1.0 of 2 cores of vm"
@@ -64,36 +66,45 @@ CROWDED = "4 ranks share 2 cores of vm"
 FEW = case(samples=[2.0] * 6, step_s=NONE)
 SWING = case(samples=[0.125, 0.25] * 20, step_s=WIDE)
 GROWING = case(samples=[0.1 + 0.01 * i for i in range(30)], step_s=NONE)  # they count as few
+UNKNOWN = "CPU use by other processes was not measured here"
 
 
 @pytest.mark.parametrize(
-    ("causes", "lines"),
+    ("one", "given", "cause", "remedy"),
     [
         # 12 s of samples, up to 24 s with untimed iterations: twice that
-        (said(FEW), ["few samples, down to 6 per case: try --max-seconds 48"]),
-        (said(FEW, iters=6), ["few samples, down to 6 per case: try --iters 12"]),
-        (said(SWING), ["no cause found: try --max-seconds 30"]),
+        (FEW, {}, "few samples, down to 6 per case", "try --max-seconds 48"),
+        (FEW, {"iters": 6}, "few samples, down to 6 per case", "try --iters 12"),
+        (SWING, {}, "no cause found", "try --max-seconds 30"),
+        (FEW, {"busy": OTHERS, "crowded": CROWDED}, f"{CROWDED} and {OTHERS}", "start fewer ranks"),
         (
-            said(SWING, busy=OTHERS, crowded=CROWDED),
-            [
-                f"{CROWDED}: start fewer ranks",
-                f"{OTHERS}: wait until they end, or compare with analysis/ab.py --interleave",
-            ],
+            FEW,
+            {"busy": OTHERS},
+            OTHERS,
+            "wait until they end, or compare with analysis/ab.py --interleave",
         ),
-        (said(GROWING), ["samples of 1 case drift, and so count as fewer: try --max-seconds 30"]),
+        (
+            GROWING,
+            {},
+            "samples of 1 case drift, and so count as fewer",
+            "try --max-seconds 30",
+        ),
+        # while two commands are interleaved, no rank measures the load
+        (SWING, {"is_load_known": False}, UNKNOWN, "try --max-seconds 30"),
+        (
+            FEW,
+            {"is_load_known": False},
+            f"few samples, down to 6 per case; {UNKNOWN}",
+            "try --max-seconds 48",
+        ),
     ],
 )
-def test_each_cause_has_a_line_with_a_remedy(causes: list[str], lines: list[str]) -> None:
-    assert causes[1:] == [f"  {line}" for line in lines]
-
-
-def test_an_unmeasured_cause_is_not_ruled_out() -> None:
-    """While two commands are interleaved, no rank measures the load."""
-    args = SimpleNamespace(iters=None, min_iters=20, max_seconds=5)
-    unknown = "  CPU use by other processes was not measured here, so it may be the cause"
-    assert hints([SWING], args, "", "", False)[1:] == [f"{unknown}: try --max-seconds 30"]
-    few = "  few samples, down to 6 per case: try --max-seconds 48"
-    assert hints([FEW], args, "", "", False)[1:] == [few, unknown]
+def test_one_line_names_the_cause_and_then_the_remedy(
+    one: Case, given: dict[str, Any], cause: str, remedy: str
+) -> None:
+    (line,) = said(case("sure", step_s=SURE), one, **given)
+    assert line.startswith(f"{cause}: 95% intervals missing (-) or wider than +-10% in 1 of 2 ")
+    assert line.endswith(f"; {remedy}; --wide lists them")
 
 
 def test_lines_below_a_row() -> None:

@@ -1,0 +1,150 @@
+"""Each flag in a message is accepted by the script, or by the program that the message names."""
+
+import argparse
+import ast
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.stats import Estimate
+from harness import cli
+from harness.observe.hints import hints, launch_hint
+from harness.report import Case, load
+from tests.process import ROOT
+
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
+SHARED = sorted({*ROOT.glob("common/*.py"), *ROOT.glob("harness/**/*.py")})
+SHARED.remove(ROOT / "harness" / "observe" / "hints.py")  # depends on the script: see below
+LONG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])")
+FLAG = re.compile(r"(?<![\w-])--?[a-zA-Z](?:[a-z-]*[a-z])?(?![\w-])")
+OTHERS = {  # the flags that messages pass to other programs
+    r"torchrun": {"--nproc-per-node", "--nnodes"},
+    r"srun": {"--cpus-per-task"},
+    r"sbatch": {"--exclude"},
+    r"ab\.py": {"--interleave"},
+}
+
+
+@cache
+def parser_of(script: str) -> cli.Parser:
+    """The parser of a script: parse_args is left when it has all flags."""
+
+    class Found(Exception):
+        pass
+
+    def stop(parser: cli.Parser, *_: Any) -> None:
+        raise Found(parser)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli.Parser, "parse_args", stop)
+        with pytest.raises(Found) as found:
+            importlib.import_module(f"benchmarks.{script}").parse_args()
+    parser: cli.Parser = found.value.args[0]
+    return parser
+
+
+def defaults_of(script: str) -> dict[str, Any]:
+    """The flags that a script has parsed if none is given on a CPU."""
+    pairs = {action.dest: action.default for action in parser_of(script)._actions}
+    return {n: x.cpu if isinstance(x, cli.PerDevice) else x for n, x in pairs.items()}
+
+
+def flags_of(script: str) -> set[str]:
+    return {flag for action in parser_of(script)._actions for flag in action.option_strings}
+
+
+def refused(text: str, flags: set[str], kind: re.Pattern[str] = FLAG) -> list[str]:
+    """The flags in a text that are neither in `flags` nor those of a program that it names."""
+    others = {flag for name, given in OTHERS.items() if re.search(name, text) for flag in given}
+    for name in set(re.findall(r"(\w+)\.py", text)).intersection(SCRIPTS):
+        others |= flags_of(name)
+    return [flag for flag in kind.findall(text) if flag not in flags | others]
+
+
+@cache
+def messages(path: Path) -> list[str]:
+    """The texts with blanks of a file without its docstrings, f-strings with `{}` for values."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:]
+    texts: list[str] = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.JoinedStr):
+            parts = [getattr(part, "value", "") for part in node.values]
+            texts.append("".join(part if isinstance(part, str) else "{}" for part in parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant)):
+                visit(child)
+
+    visit(tree)
+    return [text for text in texts if " " in text.strip()]
+
+
+def imported(path: Path) -> list[Path]:
+    """The modules of benchmarks/workloads/ that a script imports."""
+    names = re.findall(r"^from benchmarks\.workloads\.(\w+) import", path.read_text(), re.M)
+    if "--mesh" not in flags_of(path.stem):  # then it checks no meshes with their messages
+        names = [name for name in names if name != "meshes"]
+    return [ROOT / "benchmarks" / "workloads" / f"{name}.py" for name in names]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_accepts_the_flags_in_its_messages(script: str) -> None:
+    path, flags = ROOT / "benchmarks" / f"{script}.py", flags_of(script)
+    shared = [] if script == "traffic" else SHARED  # it measures nothing
+    found = {}
+    for file in [path, *imported(path), *shared]:
+        for text in messages(file):
+            if wrong := refused(text, flags, LONG):
+                found[file.name, text] = wrong
+    assert found == {}
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "traffic"])
+def test_a_script_accepts_the_flags_in_its_hints(script: str) -> None:
+    """Those on uncertain intervals for each cause, and that on launch-bound cases. A flag that the
+    script refuses for own models is not suggested for them."""
+    defaults = defaults_of(script)
+    case = Case(key={}, ranks=[0], samples_s={"step": [[2.0] * 6]}, metrics={"step_s": Estimate(2)})
+    for given in ({}, {"iters": 6}, {"wide": True}):
+        args: Any = SimpleNamespace(**defaults | given)
+        texts = [launch_hint(args)]
+        for busy, crowded in (("", ""), ("busy", ""), ("", "crowded")):
+            texts += hints([case], args, busy, crowded)
+        assert [refused(text, flags_of(script)) for text in texts] == [[]] * len(texts)
+        assert FLAG.search(texts[1])
+    for own in ({"models": ["mine:net"]}, {"model": "mine:net"}):
+        if own.keys() <= defaults.keys():
+            text = launch_hint(argparse.Namespace(**defaults | own))
+            assert "--batch-size" not in text
+
+
+def test_launch_bound_cases_have_the_remedies_of_the_script() -> None:
+    def remedy(script: str, **given: Any) -> str:
+        args = argparse.Namespace(**defaults_of(script) | given)
+        return launch_hint(args).partition("measures Python")[2]
+
+    assert remedy("ddp_sweep", models=["resnet18"]) == "; try a larger --batch-size"
+    assert remedy("ddp_sweep", models=["a"], global_batch=64) == "; try a larger --global-batch"
+    assert remedy("collectives") == "; try CUDA graphs (-G)"
+    assert remedy("collectives", cudagraph=True) == ""
+    eager = remedy("compile_sweep", models=["mine:net"], backends=["eager"])
+    assert eager == "; try a larger batch in the function of --model or --backends inductor"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/results/*.jsonl")), ids=lambda x: x.name)
+def test_a_script_accepts_the_flags_in_its_answers(path: Path) -> None:
+    report = load(str(path), lambda _, case: case.samples_s.clear())
+    for answer in report.end["answer"]:
+        assert refused(answer, flags_of(report.benchmark)) == []
