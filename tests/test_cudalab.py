@@ -30,6 +30,8 @@ pytestmark = pytest.mark.cudalab
 
 LIMIT_S = 500  # per command; a quiet machine with 2 cores needs 2 to 30 s
 VALUES = "tests/cudalab_values.py"
+COMPARED = 60  # values of a rank; later, trainers that share a table drift apart
+RECORDED = ("batch_update_ps", "compile_sweep", "ddp_rpc", "ddp_sweep", "parameter_server")
 INJECT, SMALLER = "tests/inject.py", "tests/smaller.py"
 ONE_GPU = "tests/gpu/share_gpu.py"  # all ranks on GPU 0, each as a separate host
 HAS_NCCL2 = hasattr(dist, "ProcessGroupNCCL2")
@@ -463,17 +465,17 @@ def compare(cuda: list[Case], cpu: list[Case]) -> None:
 
 
 def compare_values(cuda: Path, cpu: Path, tolerance: float) -> None:
-    """Each rank that trains has the same losses, gradients and parameters on both devices. They are
-    sorted, because gradients arrive at a server in any order."""
+    """On each rank, the first losses, gradients and parameters of the run on the CPU occur on CUDA.
+    They are sorted, because gradients arrive at a server in any order; CUDA may have more cases."""
     for path in sorted(cpu.iterdir()):
         of_cuda, of_cpu = (
-            sorted(json.loads(line) for line in (where / path.name).read_text().splitlines())
+            [json.loads(line) for line in (where / path.name).read_text().splitlines()]
             for where in (cuda, cpu)
         )
-        assert of_cpu
-        assert [name for name, _ in of_cuda] == [name for name, _ in of_cpu], path.name
-        for got, expected in zip(of_cuda, of_cpu, strict=True):
-            assert got[1] == pytest.approx(expected[1], rel=tolerance), (path.name, got[0])
+        rest = iter(sorted(of_cuda))
+        for name, value in sorted(of_cpu[:COMPARED]):
+            near = pytest.approx(value, rel=tolerance)
+            assert any(other == name and near == got for other, got in rest), (path.name, name)
 
 
 def variants() -> list[Any]:
@@ -552,12 +554,14 @@ def check_row(
         options["CUDALAB_RANDOM"] = "cpu"
         for where in ("cuda", "cpu"):
             (folder / where).mkdir()
-        recorded = str(root / VALUES)
-        run = bench(recorded, str(folder / "cuda"), script, *flags, **options)
+        to_cuda, to_cpu = (
+            [str(root / VALUES), str(folder / where)] if Path(script).stem in RECORDED else []
+            for where in ("cuda", "cpu")
+        )
+        run = bench(*to_cuda, script, *flags, **options)
         judge(row, run)
         cuda = run.report.cases
-        on_cpu = row.on_cpu.split()
-        other = bench(recorded, str(folder / "cpu"), script, *flags, *on_cpu, **options)
+        other = bench(*to_cpu, script, *flags, *row.on_cpu.split(), **options)
         judge(replace(row, ran=(), types=()), other)
         compare(cuda, other.report.cases)
         compare_values(folder / "cuda", folder / "cpu", 0.15 if row.types else 1e-3)
