@@ -1,8 +1,8 @@
 """The report that `--json PATH` writes: JSON lines. docs/measuring.md describes the format.
 
 The first line describes the run, followed by one line per case. The last line holds the status of
-the run. Each line is appended and synced to disk as soon as its case has been measured, so a crash
-or a full disk loses only the case in flight. benchmarks/ writes reports and analysis/ reads them.
+the run. Each line is synced to disk as soon as its case has been measured, so a crash or a full
+disk loses only the case in flight.
 """
 
 import errno
@@ -15,20 +15,21 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
 from common.stats import Estimate
 from harness.cli import cut
 from harness.contents import differing
+from harness.files import check_regular
 
 SCHEMA = "torchrun-bench/3"
 UNCHECKED = "skipped: -c 0"  # Case.check if the user turned checks off
 HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
-# A report can be resumed only if the following are unchanged: these entries of the environment
-# (SAME), these entries of each rank (SAME_OF_RANKS), the hashes of the source files, and the
-# variables, except those that differ from job to job (OF_A_JOB) or name a folder (OF_A_PLACE).
-# The version is not compared: two checkouts that are both `-dirty` may differ.
+# A report can be resumed only if these entries of the environment and of each rank are unchanged,
+# the hashes of the source files, and the variables but for those that differ from job to job
+# (OF_A_JOB) or name a folder (OF_A_PLACE). The version says less: it may be `-dirty`.
 SAME = (
     *("torch", "torchvision", "cuda", "nccl", "python"),
     *("backend", "world_size", "local_world_size", "devices"),
@@ -52,7 +53,7 @@ USER_IN_URL = re.compile(r"://[^/\s@]+@")
 
 
 def with_estimates(content: Any) -> Any:
-    """Decoded JSON with each Estimate restored from its JSON object, at any depth."""
+    """Return decoded JSON with each Estimate restored from its JSON object, at any depth."""
     if isinstance(content, list):
         return [with_estimates(entry) for entry in content]
     if not isinstance(content, dict):
@@ -78,16 +79,14 @@ class Case:
     check: str = "passed"  # or `failed: why`, or `skipped: why` if it was measured but not checked
     aligned: bool = True  # False if the ranks do not wait for each other within an iteration
     bounded: bool = False  # True if samples_s was reduced to the samples of the slowest rank
-    # The start of the run that measured it, and its hosts. Several runs may have measured the cases
-    # of a report: see --resume. Set by Report.add and `load`.
+    # The start of the run that measured it (see --resume), and its hosts, which are written if they
+    # are not those of the first line. Set by Report.add and `load`.
     measured_at: str = ""
-    hosts: list[str] = field(
-        default_factory=list
-    )  # written if they are not those of the first line
+    hosts: list[str] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
-        """Whether it has no metrics, because it could not be measured or its results were wrong."""
+        """Whether it could not be measured or its results were wrong. Then it has no metrics."""
         return self.check.startswith("failed")
 
     @property
@@ -119,12 +118,11 @@ class Report:
     files: list[IO[bytes]] = field(default_factory=list)  # open files; the last one is written to
 
     def start(self, resume: bool = False) -> str | None:
-        """Write the first line, or resume the report at `path`.
+        """Write the first line, or resume the report. Otherwise move an existing one to PATH.bak,
+        PATH.bak.1, ..., and return that path.
 
-        Without `resume`, an existing report is moved to PATH.bak, PATH.bak.1, ..., and its new path
-        is returned. Raises ValueError if the file is not a report, if another run is writing it, or
-        if a report to resume belongs to another benchmark or environment. Raises OSError if the
-        file cannot be written; an existing report is then left in place.
+        Raises ValueError if the file is not a report, is being written, or does not belong to this
+        run; OSError if it cannot be written, and an existing report is left in place.
         """
         if not self.path:
             return None
@@ -155,10 +153,7 @@ class Report:
         return backup
 
     def resume_from(self, old: "Report") -> None:
-        """Resume a report of the same benchmark in the same environment.
-
-        Raises ValueError if the runs do not belong together.
-        """
+        """Continue a report. Raises ValueError if the runs do not belong together."""
         if changed := old.end.get("changed"):
             raise ValueError(
                 f"{self.path}: {shown(changed)} changed while it was measured; give another path"
@@ -182,17 +177,14 @@ class Report:
 
     def contents_at_end(self, now: Mapping[str, str]) -> dict[str, Any]:
         """Return entries of the last line: `contents`, modules that the first line lacks, and
-        `changed`, modules whose files were changed after they were imported.
-
-        now: the hashes of the modules that are loaded now.
-        """
-        changed = differing(self.contents, now)
+        `changed`, modules whose files have changed. now: hashes of the modules loaded now."""
         first = self.environment.get("contents") or {}
         late = {n: digest for n, digest in {**now, **self.contents}.items() if n not in first}
-        return {k: v for k, v in {"contents": late, "changed": changed}.items() if v}
+        entries = {"contents": late, "changed": differing(self.contents, now)}
+        return {name: entry for name, entry in entries.items() if entry}
 
     def is_earlier(self, case: Case) -> bool:
-        """Whether a case was measured before this run resumed the report."""
+        """Return whether a case was measured before this run resumed the report."""
         return bool(case.measured_at) and case.measured_at != self.started_at
 
     def add(self, case: Case) -> None:
@@ -200,10 +192,6 @@ class Report:
         case.measured_at, case.hosts = self.started_at, self.environment.get("hosts") or []
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
         line = dict(vars(case))  # not asdict, which would copy every sample
-        if case.aligned:  # the usual case
-            del line["aligned"]
-        if not case.bounded:
-            del line["bounded"]
         if self.first_hosts in (None, case.hosts):
             del line["hosts"]
         self.append(line, "the cases before this one are intact")
@@ -215,14 +203,12 @@ class Report:
         self.append(line, "all cases are intact")
 
     def find(self, key: dict[str, Any]) -> Case | None:
-        """The case with this key, unless it failed."""
+        """Return the case with this key, unless it failed."""
         return next((c for c in self.cases if c.key == key and not c.failed), None)
 
     def append(self, line: dict[str, Any], left: str) -> None:
-        """Write a line and sync it to disk.
-
-        left: the state of the report without this line, as words for the error message. Raises
-        OSError, e.g. if the disk is full. Readers skip a line that was cut short.
+        """Write a line and sync it to disk. Readers skip a line that was cut short. Raises OSError,
+        e.g. if the disk is full. left: the state of the report without the line, for its message.
         """
         if not self.path:
             return
@@ -240,7 +226,7 @@ class Report:
 
 
 def identity(environment: dict[str, Any]) -> dict[str, Any]:
-    """The entries that must be equal for two runs to be comparable: name in messages -> value."""
+    """Return what must be equal for two runs to be comparable: name in messages -> value."""
     same = {name: environment.get(name) for name in SAME}
     for row in environment.get("ranks") or ():
         for name in SAME_OF_RANKS:
@@ -258,8 +244,8 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_incomparable(before: Report, now: Report) -> str:
-    """Return the first differences between two runs that must be the same for their cases to belong
-    in one report: `torch 2.14, this run 2.15; ...`; "" if there are none."""
+    """Return the first differences that keep the cases of two runs out of one report: `torch 2.14,
+    this run 2.15; ...`; "" if there are none."""
     old = {"benchmark": before.benchmark} | identity(before.environment)
     new = {"benchmark": now.benchmark} | identity(now.environment)
     names = [name for name in old | new if old.get(name) != new.get(name)]
@@ -270,7 +256,7 @@ def why_incomparable(before: Report, now: Report) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of the environment as printable text of at most 300 characters, for a message."""
+    """Return a value of the environment as printable text of at most 300 characters."""
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     text = "unset" if value is None else str(value)[:300]
@@ -278,8 +264,7 @@ def shown(value: Any) -> str:
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with `(set)` instead of the values of secrets, which their names show,
-    and of user names and passwords in URLs."""
+    """Return the variables with `(set)` for secrets (by their names) and for users in URLs."""
     return {
         name: "(set)" if SECRET.search(name.upper()) else USER_IN_URL.sub("://(set)@", value)
         for name, value in variables.items()
@@ -287,12 +272,9 @@ def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def open_alone(path: str) -> IO[bytes]:
-    """Open a file for appending and lock it against other runs. The lock ends with the process.
-
-    Raises ValueError if the file is locked or not a regular file, OSError if it cannot be opened.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is not a regular file; expected a path such as report.jsonl")
+    """Open a regular file for appending and lock it against other runs, until the process ends.
+    Raises ValueError if it is not regular or locked, OSError if it cannot be opened."""
+    check_regular(path)
     # unbuffered, so that nothing is left to be written when the process exits
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (stays open to keep the lock)
     try:
@@ -305,12 +287,9 @@ def open_alone(path: str) -> IO[bytes]:
 
 
 def unused(path: str) -> str:
-    """The first of PATH, PATH.1, PATH.2, ... that does not exist."""
-    name, number = path, 0
-    while os.path.lexists(name):
-        number += 1
-        name = f"{path}.{number}"
-    return name
+    """Return the first of PATH, PATH.1, PATH.2, ... that does not exist."""
+    names = chain([path], (f"{path}.{number}" for number in count(1)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def load(
@@ -319,13 +298,11 @@ def load(
     parse: Callable[[str], Any] = json.loads,
     lines: Iterable[bytes] | None = None,
 ) -> Report:
-    """Read the report at `path`. A later case replaces an earlier one with the same key.
+    """Read the report at `path`. A later case replaces an earlier one with the same key. A last
+    line without a newline is ignored, because a crash cut it short.
 
     each: called with every case as soon as it is read, e.g. to drop samples that are not needed.
-    parse: decodes a line. lines: the lines of the report, if the file is already open.
-
-    Raises ValueError with the file and the line if the file is not a report. A last line without a
-    newline is ignored, because a crash cut it short.
+    lines: those of the file, if it is open. Raises ValueError with the file and the line.
     """
     report: Report | None = None
     cases: dict[str, Case] = {}  # by key, as text
@@ -367,8 +344,9 @@ def load(
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}:{number} is not a line of a report: {error}") from None
     if report is None:
-        what = "is empty or cut short; expected a report written by a script with --json PATH"
-        raise ValueError(f"{path} {what}")
+        raise ValueError(
+            f"{path} is empty or cut short; expected a report written by a script with --json PATH"
+        )
     report.cases = list(cases.values())
     return report
 
@@ -388,7 +366,7 @@ def describe_runs(cases: Iterable[Case]) -> str:
 
 
 def not_json(metrics: dict[str, Any]) -> str | None:
-    """A message about the first metric that JSON cannot represent; None if there is none."""
+    """Return a message about the first metric that JSON cannot represent; None if none."""
     for name, value in metrics.items():
         try:
             json.dumps(value, allow_nan=False, default=vars)
@@ -398,5 +376,5 @@ def not_json(metrics: dict[str, Any]) -> str | None:
 
 
 def now() -> str:
-    """The current time in UTC, in ISO 8601."""
+    """Return the current time in UTC, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")

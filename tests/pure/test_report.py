@@ -77,7 +77,7 @@ def test_two_runs_cannot_write_one_report(path: Path, tmp_path: Path) -> None:
 def test_only_regular_files(path: Path) -> None:
     os.mkfifo(path)
     for name in (path, path.parent, Path("/dev/null")):
-        with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+        with pytest.raises(ValueError, match=f"{name}: expected a regular file, got a "):
             begin(name).start()
 
 
