@@ -18,11 +18,9 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages,
 
 
 def loaded() -> dict[str, str]:
-    """Return the hash of the source of each local module in sys.modules, by name.
-
-    The main script has the name of its file. Local modules are those outside the standard library
-    and the folders of installed packages, so those of editable installations are local. Modules of
-    VERSIONED packages are not, wherever they are.
+    """Return the hash of the source of each local module in sys.modules, by name (the main script:
+    of its file). Local is what is neither VERSIONED nor in the folders of the standard library and
+    of installed packages, so editable installations are local.
     """
     found = {}
     for name, module in [*sys.modules.items()]:
@@ -37,8 +35,7 @@ def loaded() -> dict[str, str]:
 
 
 def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the modules whose source differs. A module on one side only is no difference, because
-    modules may be imported late."""
+    """Return the modules whose source differs. One on one side only may be imported late."""
     return [name for name in now if before.get(name, now[name]) != now[name]]
 
 
@@ -49,8 +46,7 @@ def file_of(module: object) -> str:
 
 
 def source_hash(module: object, path: str) -> str:
-    """Return a hash of a module's file, read by its loader, e.g. from an archive; "" if the file
-    cannot be read."""
+    """Return a hash of a file, read by the module's loader (it may be an archive); "" on errors."""
     read = getattr(vars(module).get("__loader__"), "get_data", lambda path: Path(path).read_bytes())
     try:
         content = read(path)
@@ -69,7 +65,7 @@ def is_installed(path: str) -> bool:
 
 
 def of_file(path: Path) -> str:
-    """A hash of the contents of a file; "" if it cannot be read."""
+    """Return a hash of the contents of a file; "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]

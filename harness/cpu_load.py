@@ -38,12 +38,10 @@ class Counters(NamedTuple):
 
 
 class CpuLoad:
-    """Measures CPU use by other processes, starting at construction.
+    """Measures CPU use by other processes, starting at construction on the first rank of a node.
 
-    Construct it on the first rank of a node. Linux counts the busy time of each core and the CPU
-    time of each process. The difference between the busy time of the job's cores and the CPU time
-    of the job's processes is that of other processes. The job's processes are those started by its
-    launcher on this node, and its cores are those that the launcher may use.
+    It is the busy time of the job's cores (those that its launcher may use) less the CPU time of
+    the job's processes (those that its launcher started on this node).
     """
 
     def __init__(self, job: psutil.Process | None = None) -> None:
@@ -77,18 +75,14 @@ def spent(start: Counters, end: Counters) -> tuple[float, float]:
 
 
 def launcher_of(process: psutil.Process) -> psutil.Process:
-    """Return the process that started the ranks of this node: the first ancestor that is not a
-    shell, or the last ancestor."""
+    """Return the first ancestor that is not a shell: it started the ranks of this node."""
     ancestors = process.parents() or [process]
     return next((each for each in ancestors if each.name() not in SHELLS), ancestors[-1])
 
 
 def busy_seconds(cores: Sequence[int]) -> float:
-    """Return the busy time of these cores since boot, in seconds.
-
-    It includes time that a hypervisor gave to other machines (steal), but not interrupts, many of
-    which serve the job's own messages.
-    """
+    """Return the busy time of these cores since boot, in seconds: with what a hypervisor gave to
+    other machines (steal), but without interrupts, many of which serve the job's own messages."""
     times = psutil.cpu_times(percpu=True)
     spent = [times[core] for core in cores]
     return sum(core.user + core.nice + core.system + core.steal for core in spent)

@@ -11,6 +11,7 @@ import pickletools
 import re
 import shlex
 import stat
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,16 +63,12 @@ def natural(name: str) -> list[str | int]:
 
 
 def files_of(folder: str | Path) -> list[Path]:
-    """Return what a folder contains except for folders, in natural order of the names.
-
-    Raises ValueError if there are more than MAX_FILES.
-    """
-    paths = list[Path]()
-    for path in Path(folder).iterdir():
-        if not path.is_dir():
-            paths.append(path)
-        if len(paths) > MAX_FILES:
-            raise ValueError(f"{folder} has more than {MAX_FILES:,} files; name those to read")
+    """Return what a folder contains except for folders, in natural order of the names. Raises
+    ValueError if there are more than MAX_FILES."""
+    inside = (path for path in Path(folder).iterdir() if not path.is_dir())
+    paths = list(islice(inside, MAX_FILES + 1))
+    if len(paths) > MAX_FILES:
+        raise ValueError(f"{folder} has more than {MAX_FILES:,} files; name those to read")
     return sorted(paths, key=lambda path: natural(path.name))
 
 
@@ -79,16 +76,15 @@ def check_total(folder: str | Path, paths: list[Path]) -> None:
     """Raise ValueError if the files of a folder have more than MAX_FOLDER_BYTES in all."""
     total = sum(path.stat().st_size for path in paths)
     if total > MAX_FOLDER_BYTES:
-        limit = f"more than the limit of {MAX_FOLDER_BYTES:,}"
-        raise ValueError(f"{folder} has {total:,} bytes, {limit}; name the files to read")
+        raise ValueError(
+            f"{folder} has {total:,} bytes, more than the limit of {MAX_FOLDER_BYTES:,}; name the "
+            "files to read"
+        )
 
 
 def read(path: str | Path) -> bytearray:
-    """Return the content of a regular file, decompressed if gzip compressed it.
-
-    Raises ValueError for any other kind of file, for other compressions and for more than
-    MAX_FILE_BYTES; OSError, EOFError or zlib.error for a file that cannot be read.
-    """
+    """Return the content of a regular file, decompressed if gzip compressed it. Raises ValueError
+    for other kinds, compressions and sizes; OSError, EOFError or zlib.error on failure."""
     # non-blocking, in case the file became a pipe
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         about = os.fstat(file.fileno())
@@ -116,11 +112,8 @@ class NoClasses(pickle.Unpickler):
 
 
 def plain_pickle(data: bytes) -> Any:
-    """Load a pickle that only contains None, bool, int, float, str, bytes, list, tuple and dict.
-
-    The opcodes are checked first, without executing them. Raises ValueError for any other opcode,
-    and for a memo index beyond the length of the file, for which pickle would allocate memory.
-    """
+    """Load a pickle after a check that it has only PLAIN_OPCODES, without executing them. Raises
+    ValueError, also for a memo index beyond the file, for which pickle would allocate memory."""
     for opcode, argument, position in pickletools.genops(data):
         if opcode.name not in PLAIN_OPCODES:
             raise ValueError(f"a pickle that is not plain data: {opcode.name} at byte {position}")

@@ -20,12 +20,11 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
     """Interpolate the time at `size`, with its interval, between the two nearest measured sizes.
 
     The time is linear in the size, as in the model latency + size / bandwidth (Hockney 1994,
-    Parallel Computing 20:389), and so are the ends of the interval. There is no interval if one of
-    the two times has none. times: seconds by size in bytes, all sizes above 0.
+    Parallel Computing 20:389), and so are the ends of the interval. times: by size in bytes.
 
-    Raises ValueError if `size` is outside of the measured sizes, because times are not
-    extrapolated. It also raises if the two sizes differ by more than a factor of MAX_SIZE_RATIO:
-    libraries switch between protocols and algorithms, and the time is not linear over such a range.
+    Raises ValueError if `size` is outside of the measured sizes, or if the two sizes differ by more
+    than a factor of MAX_SIZE_RATIO: libraries switch between protocols and algorithms, and the time
+    is not linear over such a range.
     """
     if size in times:
         return times[int(size)]
@@ -38,9 +37,10 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
         ends = f"{show_size(min(times))} to {show_size(max(times))}"
         raise ValueError(f"{wanted} are outside of the measured sizes, {ends}")
     if above > MAX_SIZE_RATIO * ROUNDED * below:
-        ends = f"{below:,} and {above:,}"
-        limit = f"more than a factor of {MAX_SIZE_RATIO:g} apart"
-        raise ValueError(f"{size:,.10g} bytes are between the measured {ends}, which are {limit}")
+        raise ValueError(
+            f"{size:,.10g} bytes are between the measured {below:,} and {above:,}, which are more "
+            f"than a factor of {MAX_SIZE_RATIO:g} apart"
+        )
     a, b = times[below], times[above]
     weight = (size - below) / (above - below)
     return total([a * (1 - weight), b * weight])
@@ -48,8 +48,7 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
 
 def total(estimates: Sequence[Estimate]) -> Estimate:
     """Return the sum of n estimates. The ends of its interval are the sums of the ends, so it
-    contains the true sum if all n intervals contain the true values: with a probability of at least
-    1 - 0.05 n (Bonferroni)."""
+    contains the true sum with a probability of at least 1 - 0.05 n (Bonferroni)."""
     value = math.fsum(one.value for one in estimates)
     lows = [one.low for one in estimates if one.low is not None]
     highs = [one.high for one in estimates if one.high is not None]
@@ -62,11 +61,7 @@ def isolated_time(
     alone: IsolatedTimes, collective: str, layout: Layout, dtype: str, size: float
 ) -> tuple[Estimate, str]:
     """Return the time of a collective of `size` bytes by itself, and the dtype with which it was
-    measured: `dtype` if available, otherwise another one.
-
-    Raises ValueError with the reason if it was not measured on this layout, or not around this size
-    (`interpolate`).
-    """
+    measured: `dtype` if available, otherwise another one. Raises ValueError with the reason."""
     fit = {
         of: times for (name, at, of), times in alone.items() if (name, at) == (collective, layout)
     }
@@ -90,12 +85,8 @@ def show_layout(layout: Layout) -> str:
 
 
 def collective_times(report: Report) -> dict[tuple[str, Layout, str], TimesBySize]:
-    """Return the times in a report of collectives.py by collective, layout and dtype.
-
-    A time is that of the faster variant (in place or out of place). If several reduction operators
-    were measured, the first one in the report counts. Failed cases are excluded. Raises ValueError
-    for a report of another script.
-    """
+    """Return the times of the faster variant (in place or out of place) in a report of
+    collectives.py. Of several reduction operators, the first one counts. Raises ValueError."""
     if report.benchmark != "collectives":
         raise ValueError(f"expected a report of collectives.py, got one of {report.benchmark}.py")
     hosts = {row["rank"]: row["host"] for row in report.environment.get("ranks") or ()}
