@@ -126,7 +126,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         """Parse the command line. An invalid one ends the process with one line and status 2."""
-        words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
+        given = sys.argv[1:] if args is None else args
+        words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in given]
         flags = [flag for action in self._actions for flag in action.option_strings]
         for name in (word.partition("=")[0] for word in words):
             if name in self.gone and name not in flags:
@@ -160,12 +161,6 @@ def begin_output(stream: TextIO) -> None:
     if is_rank_0():
         with contextlib.suppress(OSError):  # Benchmark.print encounters and reports the error again
             print(first_lines(), file=stream, flush=True)
-
-
-def with_hyphens(word: str) -> str:
-    """Replace underscores in the name of a flag: --batch_size=a_b -> --batch-size=a_b."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) -> Any:
