@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from harness.cli import cut
+
 NOT_FINITE = "not finite"  # returned instead of a digest
 
 
@@ -31,28 +33,19 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 def compare_replicas(
     digests: Sequence[str], ranks: Sequence[int], what: str = "parameters"
 ) -> str | None:
-    """Why replicas differ or are not finite; None if they are equal.
-
-    digests: of the replica on each of the ranks. what: the name of the replicated values.
-    """
+    """Return why replicas on these ranks differ or are not finite; None if they are equal."""
     if NOT_FINITE in digests:
         return f"{what} of rank {ranks[list(digests).index(NOT_FINITE)]} are not finite"
     pairs = zip(ranks, digests, strict=True)
-    different = [str(rank) for rank, hashed in pairs if hashed != digests[0]]
+    different = [rank for rank, hashed in pairs if hashed != digests[0]]
     if not different:
         return None
-    names = ", ".join(different[:8])
-    if len(different) > 8:
-        names += ", ..."
-    return f"after the steps the {what} of rank {names} differ from rank {ranks[0]}'s"
+    return f"after the steps the {what} of rank {cut(different)} differ from rank {ranks[0]}'s"
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest absolute difference divided by the largest absolute value in `want`; infinite if a
-    value is not finite.
-
-    got, want: tensors of the same shape, each dense or sparse.
-    """
+    """Return the largest absolute difference of two tensors, dense or sparse, divided by the
+    largest absolute value in `want`; infinite if a value is not finite."""
     wanted = dense(want)
     error = float((dense(got) - wanted).abs().max())
     if error == 0:
@@ -62,13 +55,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """A dense copy in float64, detached from the graph."""
-    tensor = tensor.detach()
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
-    return tensor.double()
+    """Return a dense copy in float64, detached from the graph."""
+    return (tensor.to_dense() if tensor.is_sparse else tensor).detach().double()
 
 
 def verdict(problem: str | None) -> str:
-    """The `check` of a case: `passed`, or `failed: problem`."""
+    """Return the `check` of a case: `passed`, or `failed: problem`."""
     return f"failed: {problem}" if problem else "passed"

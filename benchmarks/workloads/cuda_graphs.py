@@ -6,10 +6,7 @@ import torch
 
 
 def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Capture the kernels that `step` launches in a CUDA graph, whose replay is a single launch.
-
-    Returns the function that replays the graph.
-    """
+    """Return the replay, a single launch, of a CUDA graph of the kernels that `step` launches."""
     step()  # connects NCCL, which is not possible during capture
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()

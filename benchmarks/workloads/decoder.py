@@ -178,10 +178,8 @@ def random_text(config: DecoderConfig, batch_size: int, seed: int) -> tuple[Tens
 
 
 def flops_per_token(config: DecoderConfig) -> int:
-    """FLOPs of forward and backward per token, for sequences of `context` tokens.
-
-    PaLM, arXiv 2204.02311, appendix B.
-    """
+    """Return the FLOPs of forward and backward per token, for sequences of `context` tokens (PaLM,
+    arXiv 2204.02311, appendix B)."""
     # 6 per weight of a matrix product; attention counts in full, although it is causal
     weights = config.layers * 12 * config.width**2 + config.vocab * config.width
     return 6 * weights + 12 * config.layers * config.width * config.context

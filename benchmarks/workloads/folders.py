@@ -9,9 +9,7 @@ REMOVERS: list[subprocess.Popen[bytes]] = []  # referenced, so that their stdin 
 
 
 def remove_at_end(folder: str) -> None:
-    """Start a shell that removes a folder when this process has ended.
-
-    The shell runs in a new session, so that Ctrl-C and a kill of the job's processes do not end it.
-    """
+    """Start a shell that removes a folder when this process has ended. It runs in a new session, so
+    that Ctrl-C and a kill of the job's processes do not end it."""
     command = ["sh", "-c", REMOVE, "sh", folder]
     REMOVERS.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))

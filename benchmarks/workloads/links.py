@@ -85,17 +85,13 @@ class Messages(NamedTuple):
 
 
 def rounds_of(n: int) -> list[list[Pair]]:
-    """Schedule a round-robin tournament by the circle method.
-
-    Each pair of n members meets once, within n - 1 rounds, or n rounds if n is odd.
-    """
+    """Schedule a round-robin tournament by the circle method: each pair of n members meets once,
+    within n - 1 rounds, or n rounds if n is odd."""
     rounds = []
     last = n - 1 + n % 2  # the last seat; if n is odd, it is empty, and the member opposite rests
     for number in range(last):
         # the member in the first seat stays, and all others rotate
-        seats = [0]
-        for place in range(last):
-            seats.append((place - number) % last + 1)
+        seats = [0, *((place - number) % last + 1 for place in range(last))]
         pairs = list[Pair]()
         for i in range((last + 1) // 2):
             a, b = sorted((seats[i], seats[last - i]))
@@ -189,11 +185,8 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
 
 
 def calls_that_last(exchange: Callable[[int], float], agree: Callable[[int], int]) -> int:
-    """Number of messages that take at least SUSTAINED_S, up to MAX_MESSAGES.
-
-    exchange: exchanges n messages and returns the elapsed seconds.
-    agree: returns the n of the pair's first rank on both ranks.
-    """
+    """Return the number of messages that take at least SUSTAINED_S, up to MAX_MESSAGES. exchange,
+    agree: see `build`."""
     exchange(1)  # connects, and uses up the burst that a token bucket allows
     n = 1
     while True:
@@ -236,10 +229,8 @@ def link_of(
     case: Case,
     times: Times,
 ) -> Link:
-    """Compute the properties of the link between members a and b.
-
-    ranks: the pairs of ranks that met; several if the members are nodes. calls: the number of
-    messages per sample of each pair.
+    """Compute the properties of the link between members a and b. ranks: the pairs of ranks that
+    met; several if the members are nodes. calls: the messages per sample of each pair.
 
     Each sample's time is that of the slower rank of the pair. The latency is that of the fastest
     sample. A bandwidth is computed from the slowest block, so that it is sustained and not a peak.

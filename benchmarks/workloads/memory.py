@@ -12,10 +12,8 @@ GIB = 2**30
 
 
 def start_peak(device: torch.device) -> int:
-    """Reset the peak. Returns the bytes in use now, which `peak` subtracts on the CPU.
-
-    0 on CUDA, where the peak includes memory that torch already has at the start.
-    """
+    """Reset the peak. Returns the bytes in use now, which `peak` subtracts; 0 on CUDA, where the
+    peak includes memory that torch already has at the start."""
     reset_peak(device)
     return 0 if device.type == "cuda" else status_bytes("VmRSS")
 
@@ -36,11 +34,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device, start: int) -> dict[str, float]:
-    """Peak memory since `start_peak` or `reset_peak`, in GiB, as metrics.
-
-    start: returned by `start_peak`. On CUDA: the peak of the memory that torch reserved and
-    allocated, without NCCL's buffers. On the CPU: growth of the resident set over `start`.
-    """
+    """Return the peak since then in GiB, as metrics. On CUDA: what torch reserved and allocated,
+    without NCCL's buffers. On the CPU: growth of the resident set over `start`."""
     if device.type == "cuda":
         return {
             "memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
@@ -50,7 +45,7 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
 
 
 def status_bytes(name: str) -> int:
-    """A field of /proc/self/status in bytes; 0 if it is missing."""
+    """Return a field of /proc/self/status in bytes; 0 if it is missing."""
     text = Path("/proc/self/status").read_text()
     field = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     return int(field[1]) * 1024 if field else 0

@@ -77,9 +77,7 @@ FACTOR = re.compile(r"([a-z]p)(\d+)(?:x(\d+))?")  # `dp2x4`: the axis, its ranks
 @cache
 def parse_mesh(name: str) -> Mesh:
     """Parse the ranks of each axis, and a schedule or `ring`: dp2tp2, dp2x4, pp4:1f1b, cp4:ring.
-
-    Raises argparse.ArgumentTypeError for any other name.
-    """
+    Raises argparse.ArgumentTypeError for any other name."""
     product, _, suffix = name.partition(":")
     factors = FACTOR.findall(product)
     different_axes = {axis for axis, _, _ in factors}
@@ -104,7 +102,7 @@ def parse_mesh(name: str) -> Mesh:
 
 
 def misfit(key: Key) -> str | None:
-    """Why a case cannot run on its mesh; None if it can."""
+    """Return why a case cannot run on its mesh; None if it can."""
     mesh, config, ranks = parse_mesh(key["mesh"]), config_of(key), key["world_size"]
     size = math.prod(mesh.shape)
     if size != ranks:
@@ -135,8 +133,7 @@ def misfit(key: Key) -> str | None:
 
 
 def invalid_microbatches(mesh: Mesh, count: int) -> str | None:
-    """Why the schedule of a pipeline does not support this number of microbatches; None if it
-    does."""
+    """Return why the schedule does not support this number of microbatches; None if it does."""
     if mesh.schedule in ("1f1b", "zbv") and count < mesh.stages:
         required = f"{mesh.schedule} with {mesh.stages} stages requires {mesh.stages} microbatches"
         example = f"e.g. --microbatches {mesh.stages}"
@@ -149,11 +146,8 @@ def invalid_microbatches(mesh: Mesh, count: int) -> str | None:
 
 
 def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[str, DeviceMesh]:
-    """A DeviceMesh for each axis. Collectives of the `silent` axes return at once (backend `fake`).
-
-    dp includes the ranks of cp and ep, and is 2-D for HSDP. `same_experts` consists of the ranks
-    that hold the same experts.
-    """
+    """Return a DeviceMesh for each axis. Collectives of the `silent` ones return at once (backend
+    `fake`). dp includes cp and ep, and is 2-D for HSDP."""
     talking = set(mesh.axes).difference(silent)
     if "dp" in talking:
         talking |= {"replicas", "same_experts"}
@@ -195,10 +189,8 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def layouts(mesh: Mesh) -> list[dict[str, int]]:
-    """The dimensions of the device meshes that contain all axes; each mesh spans all ranks.
-
-    cp and ep need separate meshes, because their ranks are also ranks of dp.
-    """
+    """Return the dimensions of device meshes, each over all ranks, that contain all axes. cp and ep
+    need separate meshes, because their ranks are also ranks of dp."""
     shards = mesh.data // mesh.replicas
     meshes = [{"pp": mesh.pp, "replicas": mesh.replicas, "dp": shards, "tp": mesh.tp}]
     if mesh.cp > 1:

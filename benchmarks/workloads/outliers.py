@@ -17,11 +17,8 @@ MAD_TO_SIGMA = 1.4826  # median absolute deviation -> standard deviation of norm
 
 
 class Component(NamedTuple):
-    """A node, rail, rank or link.
-
-    suspects: its members. There are two entries if one of two components is slow and it is
-    impossible to tell which one.
-    """
+    """A node, rail, rank or link. suspects: its members; two entries if one of two components is
+    slow and it is impossible to tell which one."""
 
     level: str
     suspects: tuple[Members, ...]
@@ -39,11 +36,8 @@ class Component(NamedTuple):
 
 
 class Slowness(NamedTuple):
-    """How slow a component is.
-
-    factor: its cost divided by the median of its peers, or by the cost of its only peer. None if
-    it misses an absolute limit that the user has set.
-    """
+    """How slow a component is. factor: its cost divided by the median of its peers, or by the cost
+    of its only peer; None if it misses an absolute limit that the user has set."""
 
     factor: float | None
     description: str
@@ -64,9 +58,7 @@ def outliers(
 
     The deviation is the scaled median absolute deviation: a few outliers move neither it nor the
     median (Hampel 1974). With few costs it may be far too small by chance, so it is at least
-    `noise` times the median.
-
-    noise: the standard deviation of a single cost, as a fraction of it.
+    `noise` (the standard deviation of a cost, as a fraction of it) times the median.
 
     Returns the factor and the number of deviations of each, in descending order of cost.
     """
@@ -140,13 +132,12 @@ def slower_of_two(
 
 
 def unexplained(costs: Costs, owner: list[int], slow: Collection[Members]) -> Costs:
-    """Leave out the costs of members whose owner is slow."""
-    left = Costs()
-    for members, cost in costs.items():
-        owners = {(owner[member],) for member in members}
-        if owners.isdisjoint(slow):
-            left[members] = cost
-    return left
+    """Return the costs without those of members whose owner is slow."""
+    return {
+        members: cost
+        for members, cost in costs.items()
+        if not any((owner[member],) in slow for member in members)
+    }
 
 
 def medians(costs: Costs, owner: list[int]) -> Costs:

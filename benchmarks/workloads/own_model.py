@@ -105,10 +105,8 @@ def is_own(name: str) -> bool:
 
 
 def parameters_of(name: str) -> tuple[str, str, dict[str, Any]]:
-    """`package.module:function?batch=16` -> package.module, function, {"batch": 16}.
-
-    Raises Refused for a name of any other form.
-    """
+    """Split `package.module:function?batch=16` into package.module, function, {"batch": 16}.
+    Raises Refused for a name of any other form."""
     path, _, query = name.partition("?")
     module_name, _, function_name = path.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
@@ -133,11 +131,8 @@ def value_of(text: str) -> int | float | bool | str:
 
 
 def make_own(name: str, device: torch.device, changes: list[str] | None = None) -> OwnModel:
-    """Call the user's function. The working directory is put on sys.path.
-
-    changes: receives a line for each setting of the process that the function has changed. Raises
-    ValueError if there is no such function or if its return value has another form.
-    """
+    """Call the user's function. The working directory is put on sys.path. changes: see `contained`.
+    Raises ValueError if there is no such function or if its return value has another form."""
     module_name, function_name, parameters = parameters_of(name)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -173,10 +168,7 @@ def refuse_unknown(name: str, function: Callable[..., Any], parameters: dict[str
 
 
 def own_of(name: str, returned: Any) -> OwnModel:
-    """The model that a function has returned, as a tuple or as a dict.
-
-    Raises Refused for any other return value.
-    """
+    """Return what a function has returned as a tuple or a dict. Raises Refused for others."""
     kinds = type(returned).__name__
     form = "expected a module, a batch (a tuple or a dict with tensors), a function"
     if isinstance(returned, tuple) and len(returned) == 3:
@@ -211,12 +203,9 @@ def own_of(name: str, returned: Any) -> OwnModel:
 
 @contextmanager
 def contained(name: str, changes: list[str]) -> Iterator[None]:
-    """Isolate the user's code, so that it can neither end the process nor affect other models.
-
-    SETTINGS are restored. Changes of the working directory and of sys.path persist, because the
-    model may rely on them. Each change adds a line to `changes`. SystemExit, KeyboardInterrupt and
-    the like become a ValueError.
-    """
+    """Isolate the user's code: SETTINGS are restored, SystemExit, KeyboardInterrupt and the like
+    become Refused. Changes of the working directory and of sys.path persist, because the model may
+    rely on them. Each change adds a line to `changes`."""
     before = {word: read() for word, (read, _) in SETTINGS.items()}
     folder, path = os.getcwd(), list(sys.path)
     try:
@@ -238,10 +227,8 @@ def contained(name: str, changes: list[str]) -> Iterator[None]:
 
 
 def place_of(error: BaseException) -> str:
-    """` (my_model.py:12)`: the innermost line of the user's code in a traceback, or "".
-
-    The user's code is everything but this file, the standard library and installed packages.
-    """
+    """Return ` (my_model.py:12)`, the innermost line of the user's code in a traceback: not of this
+    file, the standard library or installed packages; or ""."""
     installed = Path(sysconfig.get_path("stdlib"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
@@ -311,11 +298,10 @@ def without_rate(optimizer: torch.optim.Optimizer) -> None:
 
 
 def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
-    """Try a model on every rank and combine the results. All ranks call it.
+    """Try a model on every rank and combine the results. All ranks call it. Ends the run if a rank
+    refuses the model or if batch sizes differ.
 
     `samples` is None if the model fits into memory on no rank; `build` must then call `need_size`.
-    Ends the run if a rank refuses the model or if batch sizes differ. Rank 0 prints the settings
-    that the function has changed.
     """
     attempt = partial(try_own, name, bench.job.device, idle_allowed)
     trial = bench.prepare("--model", attempt)
@@ -335,15 +321,14 @@ def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
 def need_size(name: str, samples: int | None) -> None:
     """Raise ValueError if the batch size is unknown although the model now fits into memory."""
     if samples is None:
-        problem = "did not fit into memory when its batch size was read"
-        raise ValueError(f"{name} {problem}; run it again")
+        raise ValueError(
+            f"{name} did not fit into memory when its batch size was read; run it again"
+        )
 
 
 def uneven(name: str, samples: list[int | None]) -> str | None:
-    """Why these batch sizes, by rank, are refused, or None: rates require equal sizes on all ranks.
-
-    A size is None if it is unknown.
-    """
+    """Return why these batch sizes, by rank, are refused, or None: rates require equal ones. A size
+    is None if it is unknown."""
     known = {rank: count for rank, count in enumerate(samples) if count is not None}
     first = next(iter(known), 0)
     others = [rank for rank, count in known.items() if count != known[first]]

@@ -19,10 +19,8 @@ CONTRIBUTORS = {"sum": 32, "prod": 6, "avg": 4}
 
 
 def tile(rank: int | None, redop: str = "none", ranks: int = 1) -> torch.Tensor:
-    """One period of the values that `rank` of `ranks` sends; of their reduction for None. int64.
-
-    redop: `none` for a collective that only moves data.
-    """
+    """Return one period of the values that `rank` of `ranks` sends; of their reduction for None.
+    int64. redop: `none` for a collective that only moves data."""
     if rank is None:
         return reduced_tile(redop, ranks)
     i = torch.arange(PERIOD)
@@ -40,7 +38,7 @@ def tile(rank: int | None, redop: str = "none", ranks: int = 1) -> torch.Tensor:
 
 
 def reduced_tile(redop: str, ranks: int) -> torch.Tensor:
-    """One period of the reduction over all ranks; float64 for avg, else int64."""
+    """Return one period of the reduction over all ranks; float64 for avg, else int64."""
     rows = torch.stack([tile(rank, redop, ranks) for rank in range(ranks)])
     if redop in ("min", "max"):
         return rows.amin(0) if redop == "min" else rows.amax(0)
@@ -50,10 +48,8 @@ def reduced_tile(redop: str, ranks: int) -> torch.Tensor:
 
 
 def tolerance(redop: str, dtype: torch.dtype) -> float:
-    """Maximum relative error of a result: 0 for all reductions except the average.
-
-    A backend may divide before it adds, which rounds every contribution and every sum.
-    """
+    """Return the maximum relative error of a result: 0 except for the average. A backend may divide
+    before it adds, which rounds every contribution and every sum."""
     return (CONTRIBUTORS["avg"] + 2) * torch.finfo(dtype).eps if redop == "avg" else 0.0
 
 
@@ -72,10 +68,8 @@ def fill(buffer: torch.Tensor, period: torch.Tensor) -> None:
 def count_wrong(
     got: torch.Tensor, period: torch.Tensor, start: int = 0, relative: float = 0.0
 ) -> int:
-    """Number of values in `got` [n] that differ from the period's values at start, start + 1, ...
-
-    Integers overflow in `period` as they do in the reduction. relative: maximum relative error.
-    """
+    """Return how many values of `got` [n] differ from the period's values at start, start + 1, ...
+    Integers overflow in `period` as in the reduction. relative: maximum relative error."""
     wrong = 0
     want = repeat(period.to(got.dtype) if relative == 0 else period.double(), start, got)
     for part in got.split(CHUNK):

@@ -12,12 +12,8 @@ from harness.report import Case
 def percentile_columns(
     prefix: str, unit: str, rate_unit: str, amount: Callable[[Case], float]
 ) -> Columns:
-    """Columns for p50, p75, p90 and p95 of a time in seconds, each followed by the rate.
-
-    prefix: the metrics are `{prefix}_p50_s`, or `{prefix}_s` if that is the median,
-    `{prefix}_p75_s`, and so on. amount: the amount per case of which the rate is computed as
-    amount / time, e.g. the samples in a step.
-    """
+    """Return columns for `{prefix}_p50_s` (or `{prefix}_s`, if that is the median), p75, p90 and
+    p95, each followed by the rate: amount / time, e.g. of the samples in a step."""
 
     def value_of(name: str, case: Case) -> Any:
         is_median = name.endswith("_p50_s") and name not in case.metrics
@@ -41,7 +37,7 @@ def percentile_columns(
 
 
 def digits_beside(value: Any) -> int:
-    """Number of decimals for two significant digits, or three if the uncertainty allows it."""
+    """Return the number of decimals for two significant digits, or three if they are certain."""
     size = abs(number_of(value)) if value else 1.0
     uncertainty = size * ((value.relative if isinstance(value, Estimate) else None) or 0.0)
     for digits in range(9):

@@ -104,11 +104,10 @@ def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str,
 def phase_table(
     role: str, cases: Sequence[Case], most: int | None = None
 ) -> tuple[Columns, list[Case], str]:
-    """A table with a row for each case, phase and worker, and for all workers together.
+    """Return the columns and rows of a table with a row for each case, phase and worker, and for
+    all workers together, and the workers left out (`3 trainers`, or "").
 
-    role: plural, such as `trainers`; also the name of the metric that contains the `summaries`. The
-    name of a case is shown in its first row only. most: maximum number of workers with rows; None
-    for no limit. Returns the columns, the rows, and the workers left out (`3 trainers`, or "").
+    role: plural, the name of the metric with the `summaries`. most: maximum number of workers.
     """
     rows: list[Case] = []
     left_out = 0
@@ -134,11 +133,8 @@ def phase_table(
 
 
 def interval_of_rounds(values: ArrayLike, confidence: float = 0.95) -> Interval | None:
-    """Return the confidence interval of the median of values [n], one per round.
-
-    Rounds hardly depend on each other, and up to 8 of them are too few to determine how much: they
-    count as independent. Batches are not considered (see `stats.median_interval`).
-    """
+    """Return the confidence interval of the median of values [n], one per round. Rounds hardly
+    depend on each other: up to 8, too few to determine how much, count as independent."""
     x = np.asarray(values, dtype=np.float64)
     signs = np.sign(x - np.median(x)) if len(x) else x
     tau = autocorrelation_time(signs) if len(x) > 8 else 1.0

@@ -16,10 +16,8 @@ DTYPE_HELP = (
 
 
 def set_precision(dtype: str) -> None:
-    """Set the precision of float32 matrix products and convolutions on CUDA for a --dtype.
-
-    `default` restores torch's own setting. bf16 uses autocast, with everything else as in fp32.
-    """
+    """Set the precision of float32 matrix products and convolutions on CUDA for a --dtype: of
+    `default`, torch's own; of bf16, which uses autocast, that of fp32."""
     products, convolutions_in_tf32 = PRECISION.get(dtype, PRECISION["fp32"])
     now = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     if now != (products, convolutions_in_tf32):
@@ -28,7 +26,7 @@ def set_precision(dtype: str) -> None:
 
 
 def name_precision(dtype: str, device: torch.device) -> str:
-    """The name of a --dtype in titles and sentences."""
+    """Return the name of a --dtype in titles and sentences."""
     in_tf32 = device.type == "cuda" and PRECISION["default"][1] and torch.cuda.is_tf32_supported()
     default = "torch's default precision" + (" (TF32 in convolutions)" if in_tf32 else "")
     return default if dtype == "default" else dtype

@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 
 def ranks_by_node(nodes: list[int]) -> list[list[int]]:
-    """The ranks of each node. nodes: the node of each rank."""
+    """Return the ranks of each node. nodes: the node of each rank."""
     members: list[list[int]] = [[] for _ in range(max(nodes) + 1)]
     for rank, node in enumerate(nodes):
         members[node].append(rank)
@@ -12,13 +12,10 @@ def ranks_by_node(nodes: list[int]) -> list[list[int]]:
 
 
 def partition(spec: str, nodes: list[int]) -> list[list[int]]:
-    """Disjoint groups of ranks, all of the same size.
+    """Return disjoint groups of ranks, all of the same size. Otherwise raise ValueError.
 
     spec: `world`, `rank` (each rank by itself), `node`, `cross` (the first ranks of all nodes, the
     second ranks of all nodes, ...), or ranks such as `0,1/2,3` and `0-3/4-7`.
-    nodes: the node of each rank.
-
-    Raises ValueError if spec is malformed, or if groups overlap or differ in size.
     """
     world = list(range(len(nodes)))
 

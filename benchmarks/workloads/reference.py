@@ -66,12 +66,8 @@ def train_alone(
 def compare_training(
     what: str, got: Sequence[float], want: Sequence[float], tolerance: float
 ) -> str | None:
-    """Describe the first step in which n ranks differ from one process; None if all agree.
-
-    what: the name of the values, e.g. a loss or a norm.
-    got: the values of n ranks, [steps]. want: those of one process, [steps].
-    tolerance: as a fraction of the first value in `want`.
-    """
+    """Describe the first step in which n ranks (`got`) differ from one process (`want`); None if
+    all agree. what: the name of the values. tolerance: as a fraction of the first one."""
     scale = max(abs(want[0]), 1e-12)
     for step, (value, wanted) in enumerate(zip(got, want, strict=True), 1):
         error = abs(value - wanted) / scale

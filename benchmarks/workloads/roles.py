@@ -21,10 +21,7 @@ def split_roles(
     per_server: int = 2,
 ) -> Roles:
     """Return the roles of a world, all on the CPU. Refuses counts that do not add up to its size.
-
-    The number of servers follows from that of trainers by default. If neither is given, one rank in
-    `per_server` is a server.
-    """
+    By default, the servers follow from the trainers, or one rank in `per_server` is a server."""
     workers = world_size - 1 if master else world_size
     if servers is None:
         servers = max(1, workers - trainers if trainers else workers // per_server)
@@ -45,11 +42,9 @@ def assign_roles(
     cuda_servers: int | None = None,
     **counts: Any,
 ) -> Roles:
-    """Return the roles of this job. Refuses devices and channels that are not available.
-
-    cuda_trainers, cuda_servers: the number of trainers and servers on CUDA, the last ones of each
-    role; by default --device and --server-device decide. counts: arguments of `split_roles`.
-    """
+    """Return the roles of this job. Refuses devices and channels that are not available. counts: of
+    `split_roles`. cuda_trainers, cuda_servers: how many, the last of each role, are on CUDA; by
+    default --device and --server-device decide."""
     _, _, world_size, _ = find_world()
     roles = split_roles(world_size, **counts)
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
@@ -70,11 +65,8 @@ def assign_roles(
 
 
 def args_of_rank(args: argparse.Namespace, roles: Roles, **changes: Any) -> argparse.Namespace:
-    """Return a copy of the flags for `Benchmark`, with the device and the backend of this rank.
-
-    The backend of servers and the master is gloo: they do not join the trainers' groups. changes:
-    other flags to replace.
-    """
+    """Return a copy of the flags for `Benchmark`, with the device and the backend of this rank:
+    gloo for servers and the master, which do not join the trainers' groups."""
     rank, _, _, _ = find_world()
     backend = roles.backend if rank in roles.trainers else "gloo"
     of_rank = {"device": roles.device(rank), "backend": backend}

@@ -12,10 +12,7 @@ from common.groups import Job
 
 def check_room(needed: int, job: Job, environment: dict[str, Any], flag: str) -> None:
     """Raise ValueError if the ranks of a device (or host) cannot allocate `needed` bytes each.
-
-    environment: of the report, which tells how many ranks share a device. flag: the flag whose
-    value determines the size, for the message.
-    """
+    flag: determines the size, for the message."""
     if job.device.type == "cuda":
         place = "device"
         ranks = sharers(environment, job.rank)
@@ -26,21 +23,21 @@ def check_room(needed: int, job: Job, environment: dict[str, Any], flag: str) ->
         free = free_on_host()
     total = needed * ranks
     if total > free:
-        buffers = f"the buffers need {total:,} bytes of this {place}"
-        raise ValueError(f"{buffers}, but only {free:,} are free; lower {flag}")
+        raise ValueError(
+            f"the buffers need {total:,} bytes of this {place}, but only {free:,} are free; lower "
+            f"{flag}"
+        )
 
 
 def sharers(environment: dict[str, Any], rank: int) -> int:
-    """Number of ranks that use the GPU of this rank, itself included; 1 if it is on the CPU.
-
-    UUIDs are compared, because torch's device count is 1 if each rank sees only its own GPU.
-    """
+    """Return the number of ranks that use the GPU of this rank, with itself; 1 on the CPU. UUIDs
+    are compared, because torch's device count is 1 if each rank sees only its own GPU."""
     places = [(row["host"], row["uuid"]) for row in environment["ranks"]]
     return places.count(places[rank]) if places[rank][1] else 1
 
 
 def free_on_host() -> int:
-    """Free bytes on the host, or within the memory limit of this process's cgroup."""
+    """Return the free bytes on the host, or within the limit of this process's cgroup."""
     free = psutil.virtual_memory().available
     cgroup = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or no limit: `max`

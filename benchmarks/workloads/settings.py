@@ -37,20 +37,15 @@ def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
 
 
 def simultaneous(count: int) -> float:
-    """Return the confidence of each ratio between `count` steps that were timed alternately, such
-    that all ratios to one step hold simultaneously at 95%: 1 - 0.05 / (count - 1) (Bonferroni).
-
-    This also covers `fastest`. A step can be called the fastest by mistake only if it wins against
-    the actual fastest one, and there are count - 1 such pairs.
-    """
+    """Return the confidence of each ratio to one of `count` steps such that all hold at 95%: 1 -
+    0.05 / (count - 1) (Bonferroni). It covers `fastest`, too: a step is called the fastest by
+    mistake only if it wins against the actual fastest one, and there are count - 1 such pairs."""
     return 1 - 0.05 / (count - 1)
 
 
 def fastest(name: str, leads: Mapping[str, Estimate]) -> str:
     """Say whether a setting is the fastest, which requires that it wins against every other one.
-
-    leads: how many times as fast as each other setting it is, all 1 or more, with intervals of
-    confidence `simultaneous`.
+    leads: how many times as fast as each other it is, with intervals of confidence `simultaneous`.
     """
     alike = {other: lead for other, lead in leads.items() if lead.may_be(1)}
     if alike:
@@ -62,10 +57,8 @@ def fastest(name: str, leads: Mapping[str, Estimate]) -> str:
 
 
 def split_case(case: Case, labels: Sequence[str], shared: Sequence[str] = ()) -> list[Case]:
-    """One row per setting, named by its label; the case itself if it failed or has one setting.
-
-    shared: names of metrics that were measured once and hold for every setting.
-    """
+    """Return a row per setting; the case itself if it failed or has one setting. shared: metrics
+    that were measured once and hold for every setting."""
     if case.failed or len(labels) < 2:
         return [case]
     rows = []
@@ -83,8 +76,8 @@ def split_case(case: Case, labels: Sequence[str], shared: Sequence[str] = ()) ->
 
 
 def compare_rows(rows: Sequence[Case], name_of: Callable[[Case], str]) -> list[str]:
-    """`ddp eager is 1.12 times (1.08 to 1.17) as fast as fsdp2 eager` for each setting but the
-    first; for three or more settings also whether one of them is the fastest."""
+    """Return `ddp eager is 1.12 times (1.08 to 1.17) as fast as fsdp2 eager` for each setting but
+    the first; for three or more settings also whether one of them is the fastest."""
     first, *names = map(name_of, rows)
     sentences = []
     for name, row in zip(names, rows[1:], strict=True):
@@ -119,12 +112,7 @@ class SettingsTable(Table):
 
 
 def side_by_side(estimates: Mapping[str, Estimate], unit: str = "") -> str:
-    """List estimates with the names of their cases: `10.0 ms (9.0 to 11.0) with a, 12.0 ms (11.0 to
-    13.0) with b`. The cases were timed one after the other, so they are not ranked.
-
-    unit: of estimates that are not times.
-    """
-    shown = []
-    for name, estimate in estimates.items():
-        shown.append(f"{estimate.text(unit) if unit else estimate} with {name}")
+    """List estimates of cases that were timed one after the other, so that they are not ranked:
+    `10.0 ms (9.0 to 11.0) with a, 12.0 ms (11.0 to 13.0) with b`. unit: if they are not times."""
+    shown = [f"{x.text(unit) if unit else x} with {name}" for name, x in estimates.items()]
     return ", ".join(shown) + (f"; {SEQUENTIAL}" if len(shown) > 1 else "")

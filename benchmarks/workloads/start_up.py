@@ -29,11 +29,8 @@ def overall(by_rank: Seconds) -> dict[str, float]:
 
 
 def sentence(by_rank: Seconds, ranks: Sequence[int], environment: dict[str, Any]) -> str:
-    """`start-up: 12.3 ms to create the group (rank 1 on a), first collective 4.50 ms (rank 0 on
-    a)`: the time of the slowest rank for each; with several nodes the rendezvous, too.
-
-    ranks: those of the case. environment: of the report.
-    """
+    """Return `start-up: 12.3 ms to create the group (rank 1 on a), first collective 4.50 ms (rank 0
+    on a)`: of the slowest of these ranks; with several nodes the rendezvous, too."""
     times, slowest = {}, {}
     for name, seconds in overall(by_rank).items():
         rank = ranks[by_rank[name].index(seconds)]

@@ -27,7 +27,7 @@ def test_replicas() -> None:
     assert compare_replicas(["x", "x", "x"], [4, 5, 6]) is None
     differ = "after the steps the parameters of rank {} differ from rank 4's"
     assert compare_replicas(["x", "y", "x"], [4, 5, 6]) == differ.format("5")
-    eight = "5, 6, 7, 8, 9, 10, 11, 12, ..."
+    eight = "5, 6, 7, 8, 9, 10, 11, 12 and 1 more"
     assert compare_replicas(["x", *"y" * 9], range(4, 14)) == differ.format(eight)
     found = compare_replicas(["x", "x", "not finite"], [4, 5, 6])
     assert found == "parameters of rank 6 are not finite"
