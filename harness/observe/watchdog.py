@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +33,7 @@ import torch.distributed as dist
 
 from common.groups import Group, abort_group, lost_peer
 from harness.benchmark import NO_TIMEOUT, TORCH_WAITS, Benchmark, Observer
-from harness.environment import ERROR_HANDLING, node_of_each, torchrun_set_error_handling
+from harness.environment import ERROR_HANDLING, torchrun_set_error_handling
 from harness.exits import HANG, exit_now, write_error_file, write_stderr
 
 STORE_CHECK_S = 1.0  # interval between checks whether the store answers
@@ -77,8 +76,6 @@ class Watchdog(Observer):
         job = self.job = bench.job
         self.timeout_s: float = bench.args.timeout
         self.report = bench.report
-        nodes = node_of_each(bench.report.environment)
-        self.reports_lost_store = job.rank == speaker_of(nodes, job.rank, rank_0_serves_store())
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
         # for the polling thread, which must not block while the main thread waits for a key
         self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
@@ -116,8 +113,8 @@ class Watchdog(Observer):
         rank, host = self.job.rank, socket.gethostname()
         self.where = f"rank {rank} on {host}, case '{self.label}', {what}"
         state: State = {"rank": rank, "where": self.where, "order": [self.case, self.order]}
-        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        state |= {"host": host, "pid": os.getpid(), "error_file": error_file}
+        error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        state |= {"host": host, "pid": os.getpid(), "folder": error_file.parent.name}
         with lost_peer():
             self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
@@ -153,7 +150,7 @@ class Watchdog(Observer):
                     self.watched.set("hang", "")  # all ranks see it at their next poll
                     self.watched.add("changes", 1)
                 self._abort_failed(changed)
-            except RuntimeError:  # its host has died, or the run has ended
+            except RuntimeError:  # the store's host has died, or the run has ended
                 if not self.stopped.wait(10):
                     exit_now(1, f"{self.where}: the rendezvous store is gone")
 
@@ -166,12 +163,13 @@ class Watchdog(Observer):
             before = self.answers
             if silent_s >= self.timeout_s + 2 * self.poll_s + STORE_LOST_S:
                 faulthandler.dump_traceback(all_threads=True)
-                server = "rank 0" if rank_0_serves_store() else "torchrun's agent"
+                served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                server = "torchrun's agent" if served else "rank 0"
                 reason = (
                     f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store, "
                     f"served by {server}, has not answered for {silent_s:g} s; {self.where}"
                 )
-                exit_now(HANG, reason, prints=self.reports_lost_store)
+                exit_now(HANG, reason)
 
     def _abort_failed(self, changed: bool) -> None:
         """Abort the groups of a case that has failed, and at later polls those created since."""
@@ -210,11 +208,13 @@ class Watchdog(Observer):
 
     def _kill_silent(self, silent: list[State], reason: str) -> None:
         """End the silent ranks that this rank's launcher started on this host. Any process with
-        access to the store can change their PIDs and paths, which come from it."""
+        access to the store can change their states."""
+        own = os.environ.get("TORCHELASTIC_ERROR_FILE")
         for state in silent:
             if state["host"] == socket.gethostname() and self._is_sibling(state["pid"]):
-                if is_error_file(state["error_file"], os.environ.get("TORCHELASTIC_ERROR_FILE")):
-                    write_error_file(reason, state["error_file"])
+                if own and str(state["folder"]).isdigit():  # torchrun: .../LOCAL_RANK/error.json
+                    path = Path(own).parents[1] / str(state["folder"]) / Path(own).name
+                    write_error_file(reason, str(path))
                 print_stacks_and_kill(state["pid"])
 
     def _is_sibling(self, pid: Any) -> bool:
@@ -273,18 +273,6 @@ def set_nccl_variables() -> None:
         os.environ.setdefault(name, value)
 
 
-def rank_0_serves_store() -> bool:
-    """Whether rank 0 serves the store of the rendezvous, instead of torchrun's agent."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def speaker_of(nodes: Sequence[int], rank: int, rank_0_serves: bool) -> int | None:
-    """Return the first rank on the node of `rank` that can report a lost store, which rank 0 cannot
-    if it serves the store; None if there is none. nodes: the node of each rank."""
-    others = [r for r, node in enumerate(nodes) if node == nodes[rank] and (r or not rank_0_serves)]
-    return min(others, default=None)
-
-
 def restart_exit_timer(timeout_s: float) -> None:
     """Restart the timer of last resort, which prints all stacks and ends this process some time
     after a hang would have been reported. It is in C and needs neither Python nor the store."""
@@ -302,16 +290,6 @@ def launcher_of(pid: int) -> int | None:
                 parent = parent.parent()
         return parent.pid if parent else None
     return None
-
-
-def is_error_file(path: Any, own: str | None) -> bool:
-    """Whether a path is the error file of another rank of the same torchrun. own: the path of this
-    rank's, FOLDER/LOCAL_RANK/error.json; None if torchrun did not start it."""
-    if not isinstance(path, str) or not own:
-        return False
-    given, mine = Path(path).resolve(), Path(own).resolve()
-    same_folder = given.parent.parent == mine.parent.parent
-    return same_folder and given.name == mine.name and given.parent.name.isdigit()
 
 
 def print_stacks_and_kill(pid: int) -> None:
