@@ -76,25 +76,17 @@ class Node(Observer):
 def warnings_at_start(environment: dict[str, Any]) -> list[str]:
     """Return a line for each GPU that is throttled or broken, for missing GPUs, and for the first
     rank on CUDA with a single core."""
-    hosts = environment["hosts"]
-    warnings = throttled(hosts, environment["gpus"])
+    hosts, warnings = environment["hosts"], []
+    for host, gpus in zip(hosts, environment["gpus"], strict=False):
+        for gpu in gpus:
+            text = gpu["clocks_event_reasons.active"]
+            bits = int(text, 16) if text.startswith("0x") else 0  # any other text: unknown
+            if reasons := ", ".join(name for bit, name in THROTTLED.items() if bits & bit):
+                warnings.append(f"GPU {gpu['index']} of {host} is throttled: {reasons}")
     warnings += [f"{hosts[node]}: {why}" for node, why in gpu_problems(environment).items()]
     few = [row["rank"] for row in environment["ranks"] if row["uuid"] and row["cores"] == 1]
     warnings += [f"rank {r} has 1 core for its GPU; see srun --cpus-per-task" for r in few[:1]]
     return bounded([f"warning: {warning}" for warning in warnings], "warnings")
-
-
-def throttled(hosts: list[str], gpus: list[Gpus]) -> list[str]:
-    """Return a line for each GPU that is currently slowed down, with the reasons."""
-    lines = []
-    for host, node in zip(hosts, gpus, strict=False):
-        for gpu in node:
-            text = gpu["clocks_event_reasons.active"]
-            bits = int(text, 16) if text.startswith("0x") else 0  # any other text: unknown
-            reasons = [name for bit, name in THROTTLED.items() if bits & bit]
-            if reasons:
-                lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
-    return lines
 
 
 def slowed_seconds(before: Gpus, after: Gpus, indices: Sequence[str]) -> Slowed | None:

@@ -87,20 +87,16 @@ class Trace(Observer):
             dist.barrier(group.control)
             if step is None:  # this rank waits while others run it
                 continue
-
-            def in_range(name: str = name, step: Step = step) -> None:
-                with record_function(name):
-                    step()
-
             step()  # without a range, because the first call under the profiler is slower
+            in_range = record_function(name)(step)
             times_s, _ = time_block(in_range, iters, self.bench.job.device)
             seconds[name] = median(times_s)
         return seconds
 
     def row(self, case: Case, seen: Sequence[dict[str, Any] | None]) -> list[str]:
         """Add the summaries to the report. Returns lines on the files and on lost traces."""
-        of_rank = zip(map(str, case.ranks), seen, strict=True)
-        if traces := {rank: summary for rank, summary in of_rank if summary}:
+        summaries = zip(map(str, case.ranks), seen, strict=True)
+        if traces := {rank: summary for rank, summary in summaries if summary}:
             case.metrics["traces"] = traces
             self.bench.commands = commands_for(traces) or self.bench.commands
         return lines_about(traces)
