@@ -12,7 +12,7 @@ CPU, `1M/2R` is 1 machine with 2 ranks.
     exposed       = step - local compute: the time that DDP adds to a step. It consists of
                     communication that computation does not hide, copies into and out of buckets,
                     and the slowdown of computation by communication
-    late          = local compute of the slowest rank - local compute of the median rank
+    late          = local compute of the slowest rank - median of that of the other ranks
     overlap       = 1 - exposed / alone; negative if exposed exceeds alone
     one rank        the step of a single rank, interleaved with the step under DDP
     efficiency    = one rank / step;   speedup = ranks * efficiency
@@ -82,7 +82,7 @@ from common.stats import Times, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import StopRule, Workload
 from harness.benchmark import Benchmark, Implausible, Key, Planned, Sentence
-from harness.environment import count_of
+from harness.environment import count_of, rank_names
 from harness.report import Case
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
@@ -679,7 +679,10 @@ RATES: Columns = {
     "per\nsample\n(ms)": metric("sample_s", 1e3),
 }
 # metrics that --interleave measures once for all settings
-SHARED = ("local_compute_s", "late_s", "no_ddp_s", "straggler_rank", "straggler_factor")
+SHARED = (
+    *("local_compute_s", "no_ddp_s", "straggler_rank", "straggler_factor"),
+    *("late_s", "late_ranks", "late_wait_s"),
+)
 
 
 def columns_of(args: argparse.Namespace) -> Columns:
@@ -736,9 +739,10 @@ def interference(cases: list[Case]) -> str | None:
     )
 
 
-def answer(cases: list[Case]) -> list[Sentence]:
+def answer(cases: list[Case], names: Sequence[str] = ()) -> list[Sentence]:
     """For the largest number of ranks, one sentence per setting that compares it with one rank
-    alone; with --interleave also sentences that compare the settings."""
+    alone; with --interleave also sentences that compare the settings. names: of all ranks, with
+    their hosts, if known."""
     with_ddp = [case for case in cases if case.key["ddp"]]
     if not with_ddp:
         return [f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"]
@@ -748,8 +752,8 @@ def answer(cases: list[Case]) -> list[Sentence]:
     if "settings" in first.key:
         begin = f"{model}, {count_of(ranks, 'rank')}"
         compared = compare_rows(largest, lambda row: setting_of(row).text)
-        return [scaling(first), *(f"{begin}: {sentence}" for sentence in compared)]
-    sentences = [scaling(case) for case in largest]
+        return [scaling(first, names), *(f"{begin}: {sentence}" for sentence in compared)]
+    sentences = [scaling(case, names) for case in largest]
     if len(largest) > 1:
         how = "the settings were timed one after the other, so they are not ranked"
         sentences.append(f"{model}: {how}; --interleave compares them")
@@ -766,22 +770,45 @@ def setting_of(row: Case) -> Setting:
     return Setting(row.key["bucket_size_mb"], row.key["comm_hook"])
 
 
-def scaling(case: Case) -> Sentence:
+def wait(case: Case, names: Sequence[str]) -> str | None:
+    """`rank 1 on vm makes the other ranks wait 400 ms (390 to 410) of 595 ms`; None if no rank is
+    late."""
+    if "late_ranks" not in case.metrics:
+        return None
+    step_s, wait_s = case.metrics["step_s"].value, case.metrics["late_wait_s"]
+    late = [case.ranks[row] for row in case.metrics["late_ranks"]]
+    who = cli.cut([names[rank] if names else f"rank {rank}" for rank in late])
+    make = "makes" if len(late) == 1 else "make"
+    others = "other rank" if len(case.ranks) - len(late) == 1 else "other ranks"
+    return f"{who} {make} the {others} wait {wait_s.part_of(step_s)} of {show_seconds(step_s)}"
+
+
+def scaling(case: Case, names: Sequence[str] = ()) -> Sentence:
     """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one rank alone; DDP adds
-    16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`."""
+    16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`.
+
+    Ranks that wait for a late one train more slowly for another reason than DDP: `2 ranks train
+    0.51 times (0.46 to 0.58) as fast as one rank alone; rank 1 on vm makes the other rank wait
+    400 ms (390 to 410) of 595 ms; DDP adds ...`.
+    """
     metrics, ranks = case.metrics, len(case.ranks)
-    of = f"{model_of(case)}, {setting_of(case).buckets}"
+    of, waiting = f"{model_of(case)}, {setting_of(case).buckets}", wait(case, names)
     step, on_ranks = metrics["step_s"], f"{of}: DDP on {count_of(ranks, 'rank')}"
-    sentence, possible = f"{on_ranks} takes {step} per step", True
+    trains, takes = "trains", "takes"
+    if waiting:
+        on_ranks, trains, takes = f"{of}: {count_of(ranks, 'rank')}", "train", "take"
+    sentence, possible = f"{on_ranks} {takes} {step} per step", True
     if "efficiency" in metrics:
         speed = metrics["efficiency"] * ranks
         # under strong scaling the smaller batch of a rank may fit into its caches
         most = math.inf if case.key["global_batch"] else ranks
         possible = not speed.above(most)
         shown = speed.as_factor(most if possible else math.inf, "the number of ranks")
-        sentence = f"{on_ranks} trains {shown} as fast as one rank alone"
+        sentence = f"{on_ranks} {trains} {shown} as fast as one rank alone"
         if speed.may_be(1):
             sentence = f"{on_ranks} and one rank alone do not differ significantly: {shown} as fast"
+    if waiting:
+        sentence += f"; {waiting}"
     if exposed := metrics.get("exposed_s"):
         added = exposed.part_of(step.value)  # in the unit of the step
         sentence += f"; DDP adds {added} to a step, which takes {show_seconds(step.value)}"
@@ -896,7 +923,11 @@ def main() -> int:
             own[name] = try_on_all(bench, name, args.find_unused_parameters).samples
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
-        columns = columns_of(args)
+        columns, names = columns_of(args), rank_names(bench.report.environment)
+
+        def answer_of(cases: list[Case]) -> list[Sentence]:
+            # an earlier run, which --resume continues, may have had other hosts
+            return answer(cases, () if bench.mark(cases[0]) else names)
 
         def rule(key: Key) -> StopRule:
             settings = max(1, len(settings_of(key)))
@@ -906,7 +937,7 @@ def main() -> int:
             layout = SettingsTable(columns, rows_of, row_labels(cases))
             begin = partial(build, bench)
             table = bench.run(
-                title, cases, columns, begin, derive, answer, layout=layout, rule=rule
+                title, cases, columns, begin, derive, answer_of, layout=layout, rule=rule
             )
             if table.passed:
                 if line := interference(table.passed):

@@ -257,13 +257,8 @@ def student_t(confidence: float, freedom: int) -> float:
 
 def median(samples: ArrayLike) -> Estimate:
     """Return the median of times [n] in order of measurement, with its 95% interval."""
-    return drop_wide_interval(median_of_differences(samples))
-
-
-def median_of_differences(samples: ArrayLike) -> Estimate:
-    """Return the same for differences of times, which keep their interval however wide it is."""
     low, high = median_interval(samples) or (None, None)
-    return Estimate(float(np.median(np.asarray(samples))), low, high)
+    return drop_wide_interval(Estimate(float(np.median(np.asarray(samples))), low, high))
 
 
 def drop_wide_interval(estimate: Estimate) -> Estimate:
@@ -340,6 +335,20 @@ def mean_half_width(values: Samples, confidence: float = 0.95) -> float:
     n = len(values)
     tau = autocorrelation_time(values) if n > 8 else 1.0
     return student_t(confidence, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
+
+
+def mean_of_differences(samples: ArrayLike, rounds: Sequence[int]) -> Estimate:
+    """Return the mean over rounds of block medians of differences of times, with its 95% interval.
+
+    There is no interval with fewer than 6 rounds. samples: seconds [n]; rounds: iterations of each
+    round, n in total.
+    """
+    medians = np.array([np.median(block) for block in by_round(samples, rounds)])
+    value = float(np.mean(medians))
+    if len(rounds) < MIN_ROUNDS:
+        return Estimate(value)
+    half = mean_half_width(medians)
+    return Estimate(value, value - half, value + half)
 
 
 class Times:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.outliers import SIGMAS, outliers
-from benchmarks.workloads.training import straggler
+from benchmarks.workloads.training import breakdown, straggler
 from common.stats import Estimate, Times, median
 from harness.observe.hints import modes
 
@@ -116,6 +116,16 @@ def names_straggler(factor: float, rng: Rng) -> bool:
     return found is not None and (factor == 1 or found[0] == 2)
 
 
+def names_late(factor: float, rng: Rng) -> bool:
+    """Whether late ranks are named, in 12 rounds of 2 iterations. Ranks 2 and 5 of 8 take `factor`
+    times as long as the others. If this is more than 1, only both of them together count."""
+    ranks = np.exp(np.array([correlated(24, 0.6, rng) for _ in range(8)]) * SPREAD)
+    ranks[[2, 5]] *= factor
+    times = Times({"step": ranks.max(axis=0, keepdims=True), "local": ranks}, [2] * 12)
+    found = breakdown(times, "local").get("late_ranks")
+    return found is not None and (factor == 1 or found == [2, 5])
+
+
 def names_outlier(factor: float, rng: Rng) -> bool:
     """Whether an outlier is named, as in `names_straggler`."""
     costs = dict(enumerate(np.exp(rng.normal(size=8) * 0.02).tolist()))
@@ -136,6 +146,8 @@ def reports_two_modes(factor: float, rng: Rng) -> bool:
 VERDICTS: dict[str, tuple[Any, float, float]] = {
     "straggler, healthy": (names_straggler, 1.0, 0.05),
     "straggler, 30% slow": (names_straggler, 1.3, 0.9),
+    "late, healthy": (names_late, 1.0, 0.05),
+    "late, 2 of 8 30% slow": (names_late, 1.3, 0.85),
     "outlier, healthy": (names_outlier, 1.0, 0.01),
     "outlier, 20% slow": (names_outlier, 1.2, 0.9),
     "two modes of one": (reports_two_modes, 1.0, 0.02),

@@ -1,18 +1,22 @@
 """Metrics of a training step: its time, where the time goes, and the rank that is slower."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from common.stats import (
+    Estimate,
     Times,
     autocorrelation_time,
     interval_around_middle,
+    mean_of_differences,
     median_half_width,
-    median_of_differences,
     percentiles,
 )
+
+LATE = 0.05  # share of the step: late ranks are named if the others wait longer for them
 
 
 def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | None:
@@ -43,6 +47,25 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
     return None
 
 
+def late_ranks(samples: ArrayLike, rounds: Sequence[int]) -> tuple[list[int], Estimate]:
+    """Return the rows of the ranks for which all others wait, and how long: the slowest of them
+    minus the slowest of the others, in each iteration. This is what mending them would gain.
+
+    They are the slowest rank, or the fewest of the slowest ones that make the others wait at least
+    half as long as the slower half of all ranks does: two ranks that are equally late are named
+    together. samples: local compute in seconds, [ranks, n], of at least 2 ranks. rounds: iterations
+    of each round, n in total.
+    """
+    x = np.asarray(samples, dtype=np.float64)
+    order = np.argsort(-np.median(x, axis=1), kind="stable")  # the slowest first
+    slowest = np.maximum.accumulate(x[order], axis=0)  # of the first 1, 2, ... of them
+    of_others = np.maximum.accumulate(x[order][::-1], axis=0)[::-1]
+    waits = (slowest[:-1] - of_others[1:])[: len(x) // 2]
+    medians = np.median(waits, axis=1)
+    first = int(np.argmax(medians >= medians[-1] / 2))
+    return sorted(order[: first + 1].tolist()), mean_of_differences(waits[first], rounds)
+
+
 def training_metrics(times: Times, samples_per_step: float) -> dict[str, Any]:
     """Return the metrics of a training step, by the slowest rank of each iteration.
 
@@ -63,7 +86,8 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
 
     - exposed = step - local compute, the slowest rank on both sides, so a late rank cancels out
     - overlap = 1 - exposed / alone. It is negative if exposed exceeds alone; None if alone is 0.
-    - late = local compute of the slowest rank - that of the median rank, in each iteration
+    - late = local compute of the slowest rank - the median of the other ranks, in each iteration
+    - late_ranks, late_wait: see `late_ranks`, if the wait is certainly more than LATE of the step
 
     local: the name of the part that is the step without communication. alone: the name of the part
     that is the communication by itself, if it was timed.
@@ -72,8 +96,13 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     metrics: dict[str, Any] = {
         "local_compute_s": times.mean(local),
         "exposed_s": times.excess_over(local),
-        "late_s": median_of_differences(times.slowest(local) - np.median(by_rank, axis=0)),
     }
+    if len(by_rank) > 1:
+        others = np.median(np.sort(by_rank, axis=0)[:-1], axis=0)
+        metrics["late_s"] = mean_of_differences(times.slowest(local) - others, times.rounds)
+        rows, wait = late_ranks(by_rank, times.rounds)
+        if wait.above(LATE * times.mean().value):
+            metrics |= {"late_ranks": rows, "late_wait_s": wait}
     if alone is not None:
         metrics["communication_s"] = times.mean(alone)
         sends = metrics["communication_s"].value > 0

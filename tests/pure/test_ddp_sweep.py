@@ -261,6 +261,17 @@ def test_exposed_communication_may_be_nothing_measurable() -> None:
         assert not isinstance(sentence, Implausible)
 
 
+def test_ranks_that_are_late_together() -> None:
+    case = replace(row(Estimate(0.3, 0.2, 0.4)), ranks=[0, 1, 2, 3])
+    case.metrics |= {"late_ranks": [1, 3], "late_wait_s": Estimate(0.5, 0.4, 0.6)}
+    [sentence] = ddp_sweep.answer([case])
+    assert sentence == (
+        "m, fp32, buckets of 25 MiB with bf16: 4 ranks take 1.20 s (1.10 to 1.30) per step; rank "
+        "1, rank 3 make the other ranks wait 0.50 s (0.40 to 0.60) of 1.20 s; DDP adds 0.30 s "
+        "(0.20 to 0.40) to a step, which takes 1.20 s"
+    )
+
+
 def test_only_a_significantly_negative_overlap_has_a_possible_cause() -> None:
     exposed = Estimate(0.3, 0.2, 0.4)
     longer = row(exposed, Estimate(-0.2, -0.3, -0.1))

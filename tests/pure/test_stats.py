@@ -109,13 +109,18 @@ def test_a_part_of_zero_seconds() -> None:
 
 
 def test_an_interval_beyond_a_factor_of_3_is_omitted() -> None:
-    """This applies to times. A difference keeps its interval."""
+    """This applies to times, not to differences."""
     for low, high, says in ((2.1, 17.9, True), (1.9, 7, False), (5, 18.1, False)):
         told = stats.drop_wide_interval(Estimate(6, low, high))
         assert told == (Estimate(6, low, high) if says else Estimate(6))
-    wide = [1.0, 300.0, 100.0] * 4
-    assert stats.median_of_differences(wide) == Estimate(100, 1, 300)
-    assert stats.median(wide) == Estimate(100)
+    assert stats.median([1.0, 300.0, 100.0] * 4) == Estimate(100)
+
+
+def test_a_difference_keeps_its_interval() -> None:
+    """The blocks of 6 rounds have medians of 2 and -1: 0.5, s = 1.643, t s / sqrt(6) = 1.725."""
+    found = stats.mean_of_differences([2, 2, 9, -1, -1, -9] * 3, [3] * 6)
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, -1.225, 2.225), rel=3e-3)
+    assert stats.mean_of_differences([2.0, -1.0], [1, 1]) == Estimate(0.5)
 
 
 def test_windows_agree_if_neither_is_significantly_lower() -> None:

@@ -10,6 +10,43 @@ from benchmarks.workloads import training
 from common.stats import Estimate, Times
 
 
+@pytest.mark.parametrize(
+    ("seconds", "late", "wait"),
+    [
+        ([3, 7], [1], 4),  # the slowest minus the second slowest
+        ([3, 7, 5], [1], 2),
+        ([7, 6.5, 3, 3, 3], [0, 1], 4),  # alone, rank 0 makes the others wait 0.5 s of these 4
+        ([3, 6.5, 3, 7, 3], [1, 3], 4),
+        ([7, 5, 3, 3], [0], 2),  # 2 of 4 s
+        ([7, 7, 3], [0], 0),  # at most half of the ranks are late
+        ([3, 3, 3], [0], 0),
+    ],
+)
+def test_late_ranks(seconds: list[float], late: list[int], wait: float) -> None:
+    assert training.late_ranks([[x] * 9 for x in seconds], [1] * 9) == (
+        late,
+        Estimate(wait, wait, wait),
+    )
+
+
+@pytest.mark.parametrize(
+    ("compute", "late_s", "named"),
+    [
+        ([[4.0] * 9, [3.0] * 9, [2.0] * 9], 1.5, [0]),  # above the median of 3 and 2; waits 1 s
+        ([[4.0] * 9, [3.75] * 9], 0.25, None),  # not more than 5% of the step
+        ([[4.0] * 9, [3.0, 5.0, 3.0] * 3], 1, None),  # 1 / 3 s, but -0.4 to 1.1
+        ([[4.0] * 9], None, None),  # no other rank
+    ],
+)
+def test_a_late_rank_is_named_if_the_wait_is_significant(
+    compute: list[list[float]], late_s: float | None, named: list[int] | None
+) -> None:
+    """A step takes 5 s."""
+    metrics = breakdown_of([[5.0] * 9] * len(compute), compute, [[1.0] * 9] * len(compute))
+    assert metrics.get("late_s", Estimate(0)).value == (late_s or 0)
+    assert ("late_s" in metrics, metrics.get("late_ranks")) == (late_s is not None, named)
+
+
 def swinging(value: float) -> list[float]:
     """6 rounds of one iteration whose logarithms are 0.1 above and below that of the value."""
     return [value * float(np.exp(0.1 * (-1) ** i)) for i in range(6)]
@@ -56,7 +93,8 @@ def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
     exposed = metrics["exposed_s"]
     assert (exposed.value, exposed.low, exposed.high) == pytest.approx((1, 1, 1))
     assert metrics["overlap"].value == pytest.approx(0.5)
-    assert metrics["late_s"].value == 0.5  # above the median of 3 and 4
+    assert metrics["late_s"].value == 1
+    assert (metrics["late_ranks"], metrics["late_wait_s"]) == ([1], Estimate(1, 1, 1))
     assert (metrics["straggler_rank"], metrics["straggler_factor"]) == (1, pytest.approx(4 / 3))
 
 
