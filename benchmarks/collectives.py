@@ -662,7 +662,7 @@ def uncertainty(case: Case) -> str:
     width = math.inf if None in widths else max(widths)
     cell = "-" if width == math.inf else f"{width:.1%}" if width < 1 else ">100%"
     short = case.stop == "max-seconds" and width > UNSURE
-    return f"{cell:>6}" + ("  imprecise: raise --max-seconds" if short else "")
+    return f"{cell:>6}" + ("  imprecise" if short else "")
 
 
 def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) -> None:

@@ -37,7 +37,7 @@ def test_bandwidths() -> None:
     assert m["in_place_busbw_gb_per_s"].value == pytest.approx(9.6)
     assert m["efficiency"].value == pytest.approx(0.8)
     assert case.check == "passed"
-    limit, short = "  80% of the limit", "  imprecise: raise --max-seconds"
+    limit, short = "  80% of the limit", "  imprecise"
     # three samples have no interval
     assert collectives.ScanTable().row(case).endswith(f" 0      -{short}{limit}")
     m["out_of_place_time_s"] = Estimate(1.0, 0.99, 1.05)
