@@ -27,7 +27,9 @@
 
 There is no verdict on slowness while other processes use more than a tenth of the cores, or if the
 two halves of a measurement differ by more than --margin in both measurements. A slowdown by more
-than a factor of 5 is reported in any case.
+than a factor of 5 is reported in any case. If ranks that run at the same time share cores, it has
+to exceed 5 * ranks / cores, among at least 6 components. The verdict mentions the variables, the
+versions and the numbers of threads that differ between nodes.
 
 Exit status: 0 fit; 1 slow or wrong, with the names in the last lines; 2 a mistake in the command;
 3 a hang; 4 nothing is wrong, and there is no verdict on slowness.
@@ -73,12 +75,15 @@ from benchmarks.workloads.outliers import (
     SIGMAS,
     Component,
     Costs,
+    Crowd,
     Findings,
     Names,
     Slowness,
+    beyond,
     find_slow,
     sentences,
 )
+from benchmarks.workloads.outliers import in_both as slow_in_both
 from benchmarks.workloads.ranks import ranks_by_node
 from common.groups import Group, Job, barrier_before_new_group, connect
 from common.stats import Times, by_round, median, significant
@@ -132,6 +137,7 @@ ALONE_FRACTION = 0.06  # for up to two turns of the ranks of a node; less per tu
 LINKS_FRACTION = 1 / 150  # per round
 ALL_LINKS_FRACTION = 1 / 4  # all rounds together: less than the half that they may use
 TOGETHER_FRACTION = 1 / 15
+SAMPLES = 8  # of a round; a message takes at most this part of its time, or SUSTAINED_S
 FIRST_CASE_FRACTION = 0.1  # an estimate for the first case of a phase, including its start-up
 # Defaults of --margin. Other processes slow down CPUs, and links and collectives whose data passes
 # through the cores.
@@ -186,6 +192,11 @@ def parse_args() -> argparse.Namespace:
         default=0,
         metavar="GB/S",
         help="minimum busbw of all_reduce within each node, 256 MiB on CUDA, 1 MiB on the CPU",
+    )
+    add(
+        "--fail-on-difference",
+        action="store_true",
+        help="nodes whose variables, versions or numbers of threads differ are not fit",
     )
     add("--gpus", type=cli.positive_int, metavar="N", help="minimum number of GPUs on each node")
     path = cli.checked(str, bool, "a file to write", "e.g. bad.txt")
@@ -358,10 +369,11 @@ class Cluster(NamedTuple):
     cpu: bool
     nodes: list[int]  # the node of each rank
     teams: dict[str, Teams]  # level -> the ranks of each rank, node or rail
-    kinds: list[str]  # of each rank; only ranks of the same kind are compared
+    kinds: list[str]  # the device of each rank; only ranks of the same kind are compared
     margins: dict[str, float]  # by level
     limits: dict[str, float]  # step -> minimum rate
     sigmas: float
+    crowd: Crowd | None = None  # where ranks that run at the same time share cores
 
 
 def cluster_of(bench: Benchmark) -> Cluster:
@@ -374,13 +386,14 @@ def cluster_of(bench: Benchmark) -> Cluster:
         "node": members,
         "rail": [list(ranks) for ranks in zip(*members, strict=False)],
     }
-    kinds = [f"{row['device']}, {row['threads']} threads" for row in environment["ranks"]]
+    kinds = [row["device"] for row in environment["ranks"]]
     device = bench.job.device.type
     together = args.margin or MARGIN_TOGETHER[device]
     alone = args.margin or MARGIN_ALONE[device]
     margins = {"rank": alone, "node": together, "rail": together, "link": together}
     limits = limits_of(args.min_tflops, args.min_busbw, device)
-    return Cluster(device == "cpu", nodes, teams, kinds, margins, limits, args.sigmas)
+    crowd = links.crowd_of(bench.job, environment)
+    return Cluster(device == "cpu", nodes, teams, kinds, margins, limits, args.sigmas, crowd)
 
 
 def limits_of(min_tflops: float, min_busbw: float, device: str) -> dict[str, float]:
@@ -416,7 +429,9 @@ def split(
 ) -> None:
     """Write a case for each rank to the report. The time of an iteration is the maximum over the
     ranks of its node or rail."""
-    odd = odd_results([fact.get("bits", "") for fact in facts], cluster.kinds)
+    # a sum in several threads may round differently
+    kinds = [f"{row['device']}, {row['threads']} threads" for row in report.environment["ranks"]]
+    odd = odd_results([fact.get("bits", "") for fact in facts], kinds)
     for rank, fact in enumerate(facts):
         host = report.environment["ranks"][rank]["host"]
         metrics = {"bits": fact.get("bits"), **fact.get("start_up", {})}
@@ -507,11 +522,13 @@ COLUMNS: Columns = {
 
 class Judgement(NamedTuple):
     """slow: the slow components. unsteady: those whose time changed by more than the margin during
-    the measurement. left_out: the cases that did not fit into the budget, in words."""
+    the measurement. left_out: the cases that did not fit into the budget, in words. unsure: the
+    components that look slow where ranks share cores, which may be the cause."""
 
     slow: Findings
     unsteady: list[Component]
     left_out: str = ""
+    unsure: Sequence[Component] = ()
 
 
 def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgement:
@@ -538,16 +555,18 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgem
 
 
 def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgement:
-    """Print the number of rounds, and judge their links."""
+    """Print the range of the links of these rounds, and judge them."""
+    measured = [link for case in cases for link in links.links_of(case)]
+    within = [link for link in measured if cluster.nodes[link.a] == cluster.nodes[link.b]]
+    between = [link for link in measured if link not in within]
     if cases:
-        size = cases[0].key["size"]
-        bench.print(f"\n{count_of(len(cases), 'round')}, messages of {size:,} bytes")
-    judged: list[links.Link] = []
-    for case in cases:
-        for link in links.links_of(case):
-            # links within a node of CPUs share its cores: only their data is checked
-            if not cluster.cpu or cluster.nodes[link.a] != cluster.nodes[link.b]:
-                judged.append(link)
+        rounds, size = count_of(len(cases), "round"), cases[0].key["size"]
+        bench.print(f"\n{rounds}, messages of up to {size:,} bytes, both directions at once")
+        names = rank_names(bench.report.environment)
+        bench.print(range_of("within nodes", within, names) if within else "")
+        bench.print(range_of("between nodes", between, names) if between else "")
+    # links within a node of CPUs share its cores: only their data is checked
+    judged = between if cluster.cpu else measured
     margin = cluster.margins["link"]
     rule = (cluster.sigmas, margin)
     findings = links.slow_links(judged, cluster.nodes, "rank", *rule, of_two=True)
@@ -555,6 +574,14 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgem
         Component("link", ((link.a, link.b),)) for link in judged if drifted(link.drift, margin)
     ]
     return Judgement(findings, unsteady)
+
+
+def range_of(where: str, measured: Sequence[links.Link], names: Sequence[str]) -> str:
+    """`between nodes: 0.0060 to 0.210 GB/s, median 0.200; slowest rank 1 on b -> rank 2 on c`"""
+    rates = [link.both for link in measured]
+    low, middle, high = (significant(x, 3) for x in (min(rates), np.median(rates), max(rates)))
+    a, b, *_ = min(measured, key=lambda link: link.both)
+    return f"{where}: {low} to {high} GB/s, median {middle}; slowest {names[a]} -> {names[b]}"
 
 
 def drifted(drift: float | None, margin: float) -> bool:
@@ -593,14 +620,18 @@ def doubts_of(
     left_out: Sequence[str],
     no_peer: str = "",
     is_load_unknown: bool = False,
+    unsure: str = "",
 ) -> list[str]:
     """Why there is no verdict on slowness; empty if there can be one.
 
     unsteady: names of the components whose speed changed in both measurements. others: the CPU use
     of other processes, if it was high. left_out: the cases that did not fit into the budget.
     no_peer: see `without_peer`. is_load_unknown: whether neither this run nor ab.py records it.
+    unsure: what cannot be told, and why.
     """
     doubts = []
+    if unsure:
+        doubts.append(unsure)
     if no_peer:
         doubts.append(f"{no_peer}, and nothing to compare it with")
     if others:
@@ -618,11 +649,63 @@ def doubts_of(
 def without_peer(cluster: Cluster) -> str:
     """The component that cannot be judged, since it has neither a peer nor a limit, in words; "" if
     there is none."""
-    if len(cluster.nodes) == 1 and not any(cluster.limits.values()):
-        return "there is one rank without a limit such as --min-tflops"
+    has_limit = any(least for step, least in cluster.limits.items() if STEPS[step].level == "rank")
+    for kind, count in Counter(cluster.kinds).items():
+        if count == 1 and not has_limit:
+            rank = f"rank {cluster.kinds.index(kind)}"
+            one = "there is one rank"
+            if len(cluster.kinds) > 1:
+                one = f"{rank} is the only one on {kind},"
+            return f"{one} without a limit such as --min-tflops"
     if len(cluster.teams["node"]) == 2 and len(cluster.teams["rail"]) == 1:
         return "there is one link between the nodes"
     return ""
+
+
+def not_judged(cluster: Cluster, names: Names) -> list[str]:
+    """What a verdict does not include, in words."""
+    remarks = []
+    of_nodes = cluster.teams["node"]
+    kinds = Counter(cluster.kinds[ranks[0]] for ranks in of_nodes)
+    if min(map(len, of_nodes)) > 1 and not cluster.limits.get("all_reduce_inside"):
+        pairs = zip(names["node"], of_nodes, strict=True)
+        if alone := [name for name, ranks in pairs if kinds[cluster.kinds[ranks[0]]] == 1]:
+            where = cli.cut(alone, 3)
+            remarks.append(f"all_reduce within {where} is not judged: no peer, no --min-busbw")
+    if crowd := cluster.crowd:
+        few = f"links and all_reduce slower by less than {crowd.factor:g} times are not judged"
+        remarks.append(f"{crowd.text}: {few}")
+    return remarks
+
+
+def differences_of(environment: dict[str, Any]) -> dict[int, str]:
+    """What differs between nodes: node -> `differs: NCCL_ALGO, threads`, or `differs on rank 3:
+    threads` if other ranks of the node do not. A value differs unless most ranks have it.
+    """
+    nodes, ranks = node_of_each(environment), environment["ranks"]
+    rows: list[dict[str, Any]] = []
+    for rank, node in zip(ranks, nodes, strict=True):
+        drivers = {gpu["driver_version"] for gpu in environment["gpus"][node]}
+        row = {"threads": rank["threads"], "cores": rank["cores"]}
+        row |= {"kernel": environment["kernels"][node], "NVIDIA driver": sorted(drivers)}
+        rows.append(row)
+    for other in environment["other_variables"]:
+        for rank in other["ranks"]:
+            rows[rank] |= other["variables"]
+    usual = environment["variables"]
+    found: dict[int, dict[int, list[str]]] = {}  # node -> rank -> names
+    for name in sorted({name for row in rows for name in row}, key=lambda x: (x.islower(), x)):
+        values = [str(row.get(name, usual.get(name))) for row in rows]
+        counts = Counter(values)
+        for rank, value in enumerate(values):
+            if counts[value] <= len(rows) / 2:
+                found.setdefault(nodes[rank], {}).setdefault(rank, []).append(name)
+    lines = {}
+    for node, by_rank in sorted(found.items()):
+        names = list(dict.fromkeys(name for of_rank in by_rank.values() for name in of_rank))
+        on = f" on rank {cli.cut([*by_rank])}" if len(by_rank) < nodes.count(node) else ""
+        lines[node] = f"differs{on}: {cli.cut(names)}"
+    return lines
 
 
 def conclude(
@@ -634,26 +717,29 @@ def conclude(
     names: Names,
     ran: str,
     is_load_known: bool = True,
+    differs: str = "",
 ) -> tuple[int, list[str]]:
     """The exit status and the last lines of the run. The very last line is the verdict.
 
     doubts: see `doubts_of`. is_busy: whether the CPU use of other processes was so high that only a
     slowdown by a large factor is certain. wrong: names and reasons. ran: what was measured, and how
     long that took, in words. is_load_known: False if the CPU use of other processes was not
-    recorded; the verdict then says so.
+    recorded; the verdict then says so. differs: the nodes that differ, in words.
     """
     lines = sentences(slow, names) + [f"wrong {name}: {why}" for name, why in wrong]
     accused = [name for name, _ in wrong]
     accused += [component.name(names) for component, _ in certain(slow, fail_on, is_busy)]
     unknown = "" if is_load_known else f"; {LOAD_UNKNOWN}"
+    beside = f"; {differs}" if differs else ""
     if accused:
-        return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}{unknown}"]
+        return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}{unknown}{beside}"]
     why = "; ".join(doubts)
     if doubts and fail_on == "slow":
-        return exits.NO_VERDICT, [*lines, f"no verdict: {why}"]
+        return exits.NO_VERDICT, [*lines, f"no verdict: {why}{beside}"]
     if doubts:
-        return 0, [*lines, f"nothing is wrong; no verdict on slowness: {why}"]
-    return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}{unknown}"]
+        return 0, [*lines, f"nothing is wrong; no verdict on slowness: {why}{beside}"]
+    but = f", but {differs}; " if differs else ": "
+    return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}{but}{ran}{unknown}"]
 
 
 def unfit(environment: dict[str, Any], gpus: int | None) -> dict[int, str]:
@@ -738,12 +824,13 @@ class Part(NamedTuple):
 
 class Phase(NamedTuple):
     """A group of cases. fraction: the time of each case, as a fraction of the budget. judge: judges
-    all cases of the phase."""
+    all cases of the phase. crowd: where ranks that run at the same time share cores."""
 
     name: str
     fraction: float
     parts: Sequence[Part]
     judge: Callable[[list[Case]], Judgement]
+    crowd: Crowd | None = None
 
 
 def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
@@ -752,13 +839,21 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
     turns, size = 1, 2**28
     if cluster.cpu:  # the ranks of a node share its cores
         turns, size = max(len(ranks) for ranks in teams["node"]), 2**20
-    # both directions at the same time: half the duration, and a link slow in one is detected
-    messages = links.Messages(max(size // 8, links.SUSTAINED_SIZE), 8, each_way=False)
+    rounds = rounds_by_node(teams["node"])
+    links_fraction = fraction_per_round(len(rounds))
+    # Both directions at the same time: half the duration, and a link slow in one is detected. With
+    # smaller messages, the round of a slow link fits into the budget.
+    messages = links.Messages(
+        max(size // 8, links.SUSTAINED_SIZE),
+        8,
+        each_way=False,
+        limit_s=max(links.SUSTAINED_S, links_fraction * bench.args.budget / SAMPLES),
+    )
     into_ranks = partial(split, bench.report, cluster)
     alone = [Part("each rank alone", {}, world, partial(build_alone, turns, job), into_ranks)]
     meetings: list[Part] = []
     if cluster.cpu or job.backend != "gloo":  # gloo does not send CUDA tensors
-        for number, pairs in enumerate(rounds_by_node(teams["node"]), 1):
+        for number, pairs in enumerate(rounds, 1):
             key = {"round": number, "size": messages.size}
             ranks_and_how = links.round_of(pairs, teams["rank"], messages, job)
             meetings.append(Part(f"links, round {number}", key, *ranks_and_how))
@@ -767,12 +862,13 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
         build = partial(build_together, size, teams, job)
         together.append(Part("all ranks together", {}, world, build, into_ranks))
     alone_fraction = ALONE_FRACTION * min(1, 2 / turns)
-    links_fraction = fraction_per_round(len(meetings))
     by_ranks = partial(judge_ranks, bench, cluster)
     return [
         Phase("each rank alone", alone_fraction, alone, by_ranks),
-        Phase("links", links_fraction, meetings, partial(judge_links, bench, cluster)),
-        Phase("all ranks together", TOGETHER_FRACTION, together, by_ranks),
+        Phase(
+            "links", links_fraction, meetings, partial(judge_links, bench, cluster), cluster.crowd
+        ),
+        Phase("all ranks together", TOGETHER_FRACTION, together, by_ranks, cluster.crowd),
     ]
 
 
@@ -839,21 +935,32 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Judgement:
     suspects = [component for component, _ in first.slow] + first.unsteady
     if not suspects:
         return first
-    names = list(dict.fromkeys(component.name() for component in suspects))
-    bench.print(f"# {phase.name} again, for {cli.cut(names)}")
+    bench.print(f"# {phase.name} again, for {cli.cut(names_of_suspects(suspects))}")
     second, _ = measure(bench, phase, 2, parts)
-    return in_both(first, second)
+    return without_unsure(in_both(first, second), phase.crowd)
+
+
+def names_of_suspects(components: Sequence[Component]) -> list[str]:
+    """The name of each suspect once, also of those between which it is impossible to decide."""
+    each = [
+        component._replace(suspects=(members,))
+        for component in components
+        for members in component.suspects
+    ]
+    return list(dict.fromkeys(component.name() for component in each))
+
+
+def without_unsure(found: Judgement, crowd: Crowd | None) -> Judgement:
+    """Set aside the slow components that may be slow because ranks share cores."""
+    slow = beyond(found.slow, crowd)
+    unsure = [component for component, _ in found.slow.keys() - slow.keys()]
+    return found._replace(slow=slow, unsure=sorted(set(unsure)))
 
 
 def in_both(first: Judgement, second: Judgement) -> Judgement:
     """The findings that both measurements share, with the smaller factor."""
-    slow: Findings = {}
-    for finding in first.slow.keys() & second.slow.keys():
-        found = (first.slow[finding], second.slow[finding])
-        slow[finding] = min(found, key=lambda slowness: slowness.factor or 0.0)
-    in_order = {finding: slow[finding] for finding in second.slow if finding in slow}
     unsteady = [component for component in first.unsteady if component in second.unsteady]
-    return Judgement(in_order, unsteady, first.left_out)
+    return Judgement(slow_in_both(first.slow, second.slow), unsteady, first.left_out)
 
 
 def stay_near(device: torch.device) -> None:
@@ -877,17 +984,29 @@ def give_verdict(bench: Benchmark, cluster: Cluster, found: Judgement, left_out:
         return
     nodes = count_of(environment["num_nodes"], "node")
     ranks = count_of(environment["world_size"], "rank")
+    of_nodes, of_ranks = node_names(environment), rank_names(environment)
+    names = {"node": of_nodes, "rank": of_ranks, "link": of_ranks}
     ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
-    of_ranks = rank_names(environment)
-    names = {"node": node_names(environment), "rank": of_ranks, "link": of_ranks}
-    lacks = unfit(environment, args.gpus)
+    ran = "; ".join([ran, *not_judged(cluster, names)])
+    lacks, differs = unfit(environment, args.gpus), differences_of(environment)
+    if args.fail_on_difference:
+        for node, what in differs.items():
+            lacks[node] = "; ".join(filter(None, [lacks.get(node), what]))
+        differs = {}
+    differ = "; ".join(f"{of_nodes[node]} {what}" for node, what in [*differs.items()][:3])
+    differ += f" and {len(differs) - 3} more nodes" if len(differs) > 3 else ""
     wrong = wrong_results(lacks, cases, names)
     changed = [component.name(names) for component in found.unsteady]
     is_load_unknown = not (bench.records_load or bench.is_interleaved)
     is_busy = bool(others) or is_load_unknown
-    doubts = doubts_of(changed, others, left_out, without_peer(cluster), is_load_unknown)
+    unsure = ""
+    if found.unsure and cluster.crowd:
+        which = cli.cut([component.name(names) for component in found.unsure], 3)
+        unsure = f"it cannot be told whether {which} is slow: {cluster.crowd.text}"
+    doubts = doubts_of(changed, others, left_out, without_peer(cluster), is_load_unknown, unsure)
     status, lines = conclude(
-        found.slow, doubts, is_busy, wrong, args.fail_on, names, ran, bench.records_load
+        *(found.slow, doubts, is_busy, wrong, args.fail_on, names, ran),
+        *(bench.records_load, differ),
     )
     if status:
         bench.fail(lines[-1], status)
@@ -922,13 +1041,14 @@ def main() -> int:
                 Planned(part.name, len(part.ranks), key | part.key) for part in phase.parts
             ]
         bench.announce(planned)
-        found = Judgement({}, [])
+        found = Judgement({}, [], unsure=[])
         left_out: list[str] = []
         for phase in phases:
             if phase.parts:
                 judgement = measure_twice(bench, phase)
                 found.slow.update(judgement.slow)
                 found.unsteady.extend(judgement.unsteady)
+                found = found._replace(unsure=[*found.unsure, *judgement.unsure])
                 left_out += [judgement.left_out] if judgement.left_out else []
         if not bench.job.broadcast(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")

@@ -12,6 +12,8 @@ CPU, N %      another process uses N % of the 2 cores in bursts of a second. In 
 GPU           levels that differ by 1.5%, blocks that differ by 1%; heat slows 1 of 10 blocks
 links, CPU    samples of 50 ms over gloo with 15% noise; 3 in 100 take twice as long
 links, GPU    samples of 50 ms over NCCL with 1% noise, and levels that differ by 1%
+crowded       the links of 8 ranks that share 2 cores: levels differ by a factor of 1.6 (standard
+              deviation), and 1 in 10 samples takes 2 to 20 times as long
 """
 
 import sys
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import node_check
 from benchmarks.node_check import Judgement
 from benchmarks.workloads.links import Link, drift_of, rounds_of, slow_links, widest
-from benchmarks.workloads.outliers import SIGMAS, Component
+from benchmarks.workloads.outliers import SIGMAS, Component, Crowd
 from common.stats import median
 from harness.cpu_load import BUSY, Others
 from harness.report import Case
@@ -45,6 +47,7 @@ class Condition(NamedTuple):
     margin: float
     others: float  # the share of the cores that other processes use
     links: bool = False
+    crowd: Crowd | None = None
 
 
 CONDITIONS = {
@@ -55,9 +58,10 @@ CONDITIONS = {
     "GPU": Condition("cuda", 0.1, 0.0),
     "links, CPU": Condition("cpu", 2.0, 0.0, links=True),
     "links, GPU": Condition("cuda", 0.1, 0.0, links=True),
+    "crowded": Condition("cpu", 2.0, 0.0, links=True, crowd=Crowd("vm", RANKS, CORES)),
 }
 # how many times as long the slow rank or node takes
-SLOWER = {"CPU": 1.6, "GPU": 1.2, "links, CPU": 4.0, "links, GPU": 1.3}
+SLOWER = {"CPU": 1.6, "GPU": 1.2, "links, CPU": 4.0, "links, GPU": 1.3, "crowded": 150.0}
 
 
 def on_gpu(rng: Rng) -> Times:
@@ -123,6 +127,9 @@ def measured_links(rng: Rng, condition: Condition, slow: float) -> Judgement:
     for a, b in (pair for pairs in rounds_of(RANKS) for pair in pairs):
         level = rng.normal(1, 0.01) * (slow if SLOW in (a, b) else 1.0)
         samples = level * np.exp(rng.normal(0, 0.15 if condition.device == "cpu" else 0.01, 6))
+        if condition.crowd:
+            samples *= np.exp(rng.normal(0, np.log(1.6)))
+            samples *= np.where(rng.random(6) < 0.1, rng.uniform(2, 20, 6), 1.0)
         if condition.device == "cpu":
             samples *= np.where(rng.random(6) < 0.03, 2.0, 1.0)
         blocks = samples.reshape(2, 3).mean(axis=1).tolist()
@@ -140,11 +147,13 @@ def verdict(rng: Rng, condition: Condition, slow: float) -> str:
     found = measured(rng, condition, slow)
     if found.slow or found.unsteady:
         found = node_check.in_both(found, measured(rng, condition, slow))
+        found = node_check.without_unsure(found, condition.crowd)
     others = Others(condition.others * CORES, CORES) if condition.others > BUSY else None
     members = [f"member {number}" for number in range(RANKS)]
     names = {"rank": members, "node": members, "link": members}
     unsteady = [component.name(names) for component in found.unsteady]
-    doubts = node_check.doubts_of(unsteady, others, [])
+    unsure = "some" if found.unsure else ""
+    doubts = node_check.doubts_of(unsteady, others, [], unsure=unsure)
     return node_check.conclude(found.slow, doubts, bool(others), [], "slow", names, "")[1][-1]
 
 

@@ -25,12 +25,12 @@ def test_every_pair_and_a_heat_map(bench: Callable[..., Any], tmp_path: Path) ->
     assert run.out.count(", by rank") == 4
     assert "; messages of 4K bytes (latency: 8), 2 per sample\n" in run.out
     assert path.read_bytes().startswith(b"\x89PNG")
-    # everything was measured earlier, and the report does not have the load at that time
+    # everything was measured earlier, when ranks shared cores or the load was not recorded
     run = bench(SCRIPT, *SHORT, "--resume", ranks=3)
     assert run.status == 0, run.err
     first, *_ = [line for line in run.out.splitlines() if line.startswith("# measured ")]
     unknown = "no verdict on slow links, ranks or nodes: CPU use by other processes was not record"
-    assert re.match(rf"# measured 20.* UTC on .*: ({unknown}|slow |possibly slow )", first), first
+    assert re.match(rf"# measured 20.* UTC on .*: ({unknown}|it cannot be told )", first), first
 
 
 @pytest.mark.smoke
@@ -44,12 +44,13 @@ def test_by_node(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 def test_wrong_data_and_a_slow_rank_are_named(bench: Callable[..., Any]) -> None:
-    """Rank 1 receives a wrong byte in each of its 4 rounds, and rank 2 sends late."""
+    """Rank 1 receives a wrong byte in each of its 5 rounds, and rank 2 sends late, by far more than
+    sharing the cores explains. It is named after a second measurement."""
     run = bench(
-        SCRIPT, *SHORT, "--serial", inject="planted-time,one-wrong-value,slow-sends,quiet", ranks=5
+        SCRIPT, *SHORT, "--serial", inject="planted-time,one-wrong-value,slow-sends,quiet", ranks=6
     )
     assert run.status == 1
-    assert len(pairs(run)) == 5 * 4 / 2
+    assert len(pairs(run)) == 2 * 6 * 5 / 2
     for case in run.report.cases:
         wrong = "failed: rank 1 received wrong data"
         assert case.check == (wrong if 1 in case.ranks else "passed")

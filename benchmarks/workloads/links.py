@@ -1,5 +1,6 @@
 """Measure links between pairs of ranks: which pairs meet in a round, and which links are slow."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
@@ -12,7 +13,14 @@ import torch.distributed as dist
 
 from benchmarks.workloads import patterns
 from benchmarks.workloads.cuda_graphs import cuda_graph
-from benchmarks.workloads.outliers import MARGIN, Costs, Findings, find_slow
+from benchmarks.workloads.outliers import (
+    MARGIN,
+    Costs,
+    Crowd,
+    Findings,
+    find_slow,
+    most_crowded,
+)
 from common.groups import Group, Job
 from common.stats import Times, by_round, median, significant
 from common.timing import Step, Workload
@@ -25,6 +33,7 @@ from harness.report import Case
 SUSTAINED_S = 0.05
 SUSTAINED_SIZE = 2**22  # minimum size of a message in bytes
 MAX_MESSAGES = 512  # per sample
+SMALLEST_SIZE = 2**16  # bytes, to which messages shrink at most
 
 Pair = tuple[int, int]  # two members, i.e. ranks or nodes
 Meetings = dict[Pair, list[Pair]]  # a pair of members -> the pairs of their ranks
@@ -75,6 +84,8 @@ class Messages(NamedTuple):
     calls: consecutive messages per sample; None for as many as take SUSTAINED_S.
     ping_pongs: per sample.
     each_way: whether each direction is also measured separately.
+    limit_s: the messages of a slow link shrink until one takes at most this long; None to keep
+    their size.
     """
 
     size: int
@@ -82,6 +93,15 @@ class Messages(NamedTuple):
     calls: int | None = None
     ping_pongs: int = 1
     each_way: bool = True
+    limit_s: float | None = None
+
+
+def crowd_of(job: Job, environment: dict[str, Any]) -> Crowd | None:
+    """The host with the most ranks per core, if ranks share cores. All ranks call it."""
+    cores = job.gather(os.sched_getaffinity(0))
+    hosts = [row["host"] for row in environment["ranks"]]
+    is_cpu = job.device.type == "cpu"
+    return job.broadcast(most_crowded(hosts, cores) if cores and is_cpu else None)
 
 
 def rounds_of(n: int) -> list[list[Pair]]:
@@ -123,12 +143,10 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
     """Exchange messages with the peer of this rank in a round."""
     a, b = next(pair for pairs in meetings.values() for pair in pairs if job.rank in pair)
     first, peer = job.rank == a, a + b - job.rank
-    big, received = torch.empty(2, messages.size, dtype=torch.uint8, device=job.device)
-    patterns.fill(big, patterns.tile(job.rank))
+    buffers = torch.empty(2, messages.size, dtype=torch.uint8, device=job.device)
     small, word = torch.zeros(2, messages.latency_size, dtype=torch.uint8, device=job.device)
     number = group.ranks.index(peer)
     with_peer = partial(dist.P2POp, group=group.workload, group_peer=number)
-    send, receive = with_peer(dist.isend, big), with_peer(dist.irecv, received)
     ping, pong = with_peer(dist.isend, small), with_peer(dist.irecv, word)
     cuda = job.device.type == "cuda"
 
@@ -142,6 +160,12 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
                     work.wait()
 
         return cuda_graph(step, job.device) if cuda else step
+
+    def messages_of(size: int) -> tuple[dist.P2POp, dist.P2POp, torch.Tensor]:
+        """How to send and to receive a message of this size, and where it arrives."""
+        big, received = buffers[:, :size]
+        patterns.fill(big, patterns.tile(job.rank))
+        return with_peer(dist.isend, big), with_peer(dist.irecv, received), received
 
     def exchange(n: int) -> float:
         """Exchange n messages and return the elapsed seconds."""
@@ -162,6 +186,11 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
             dist.recv(agreed, group=group.control, group_src=number)
         return int(agreed)
 
+    send, receive, received = messages_of(messages.size)
+    exchange(1)  # connects, and uses up the burst that a token bucket allows
+    if messages.limit_s:
+        size = agree(size_within(messages.limit_s, exchange(1), messages.size))
+        send, receive, received = messages_of(size)
     n = messages.calls or calls_that_last(exchange, agree)
     send_all = [[send]] * n + [[pong]]  # the reply confirms that all messages have arrived
     receive_all = [[receive]] * n + [[ping]]
@@ -175,11 +204,11 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
     parts["latency"] = sequence(ping_pong * messages.ping_pongs)
 
     def facts() -> tuple[int, int]:
-        """Number of wrong bytes in the last message, and number of messages per sample."""
+        """Number of wrong bytes in the last message, and number of bytes per sample."""
         patterns.blank(received)
         dist.barrier(group.control)
         both()
-        return patterns.count_wrong(received, patterns.tile(peer)), n
+        return patterns.count_wrong(received, patterns.tile(peer)), n * len(received)
 
     return Workload(both, parts, facts=facts)
 
@@ -187,7 +216,6 @@ def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Gro
 def calls_that_last(exchange: Callable[[int], float], agree: Callable[[int], int]) -> int:
     """Return the number of messages that take at least SUSTAINED_S, up to MAX_MESSAGES. exchange,
     agree: see `build`."""
-    exchange(1)  # connects, and uses up the burst that a token bucket allows
     n = 1
     while True:
         seconds = max(exchange(n), 1e-9)
@@ -198,6 +226,14 @@ def calls_that_last(exchange: Callable[[int], float], agree: Callable[[int], int
             return n
 
 
+def size_within(limit_s: float, message_s: float, size: int) -> int:
+    """The size of messages that take at most limit_s. message_s: the time of one of `size` bytes.
+
+    A disturbed message makes it too small; samples then have more messages.
+    """
+    return max(min(size, SMALLEST_SIZE), min(size, int(size * limit_s / max(message_s, 1e-9))))
+
+
 def derive(
     meetings: Meetings, messages: Messages, case: Case, times: Times, facts: list[tuple[int, int]]
 ) -> None:
@@ -206,8 +242,8 @@ def derive(
     spreads: list[float | None] = []
     drifts: list[float | None] = []
     for (a, b), ranks in meetings.items():
-        calls = [facts[case.ranks.index(first)][1] for first, _ in ranks]
-        link = link_of(a, b, ranks, calls, messages, case, times)
+        sent = [facts[case.ranks.index(first)][1] for first, _ in ranks]
+        link = link_of(a, b, ranks, sent, messages.ping_pongs, case, times)
         values = (link.latency_us, link.a_to_b, link.b_to_a, link.both)
         shown = [None if value is None else float(f"{value:.4g}") for value in values]
         rows.append([a, b, *shown])
@@ -224,13 +260,13 @@ def link_of(
     a: int,
     b: int,
     ranks: list[Pair],
-    calls: list[int],
-    messages: Messages,
+    sent: list[int],
+    ping_pongs: int,
     case: Case,
     times: Times,
 ) -> Link:
     """Compute the properties of the link between members a and b. ranks: the pairs of ranks that
-    met; several if the members are nodes. calls: the messages per sample of each pair.
+    met; several if the members are nodes. sent: the bytes per sample of each pair.
 
     Each sample's time is that of the slower rank of the pair. The latency is that of the fastest
     sample. A bandwidth is computed from the slowest block, so that it is sustained and not a peak.
@@ -241,16 +277,16 @@ def link_of(
     rates = {name: 0.0 for name in ("there", "back", "step") if name in times}
     spreads: list[float | None] = []
     drifts: list[float | None] = []
-    for pair, n in zip(ranks, calls, strict=True):
+    for pair, size in zip(ranks, sent, strict=True):
         rows = [case.ranks.index(rank) for rank in pair]
         slower_rank = {name: times.each(name)[rows].max(axis=0) for name in (*rates, "latency")}
         spreads += [median(samples).relative for samples in slower_rank.values()]
         fastest_s = float(slower_rank["latency"].min())
-        latency_us = max(latency_us, fastest_s / messages.ping_pongs / 2 * 1e6)
+        latency_us = max(latency_us, fastest_s / ping_pongs / 2 * 1e6)
         for name in rates:
             blocks_s = [float(block.mean()) for block in by_round(slower_rank[name], case.rounds)]
             ways = 2 if name == "step" else 1
-            rates[name] += ways * n * messages.size / max(blocks_s) / 1e9
+            rates[name] += ways * size / max(blocks_s) / 1e9
             drifts.append(drift_of(blocks_s, max))
     return Link(
         a,

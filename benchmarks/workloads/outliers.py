@@ -14,6 +14,7 @@ SIGMAS = 5.0
 MARGIN = 0.10  # a smaller slowdown is not reported, however quiet the machine is
 FAR = 5.0  # a slowdown by more than this factor cannot be explained by the load of other processes
 MAD_TO_SIGMA = 1.4826  # median absolute deviation -> standard deviation of normal noise
+MIN_PEERS = 6  # components of a kind, itself included, to name one where ranks share cores
 
 
 class Component(NamedTuple):
@@ -37,10 +38,12 @@ class Component(NamedTuple):
 
 class Slowness(NamedTuple):
     """How slow a component is. factor: its cost divided by the median of its peers, or by the cost
-    of its only peer; None if it misses an absolute limit that the user has set."""
+    of its only peer; None if it misses an absolute limit that the user has set. peers: the number
+    of components that were compared, itself included."""
 
     factor: float | None
     description: str
+    peers: int = 0
 
     @property
     def is_far(self) -> bool:
@@ -49,6 +52,59 @@ class Slowness(NamedTuple):
 
 
 Findings = dict[tuple[Component, str], Slowness]  # a slow component and the quantity -> how slow
+
+
+class Crowd(NamedTuple):
+    """A host with more ranks than cores. Its scheduler makes ranks and links differ."""
+
+    host: str
+    ranks: int
+    cores: int
+
+    @property
+    def factor(self) -> float:
+        """The slowdown that the scheduler may cause."""
+        return FAR * self.ranks / self.cores
+
+    @property
+    def text(self) -> str:
+        """`3 ranks share 2 cores of vm`"""
+        return f"{self.ranks} ranks share {self.cores} core{'s' * (self.cores > 1)} of {self.host}"
+
+    def may_explain(self, found: Slowness) -> bool:
+        """Whether the scheduler may be the cause. It is not the cause of a missed limit."""
+        if found.factor is None:
+            return False
+        return found.factor <= self.factor or found.peers < MIN_PEERS
+
+
+def most_crowded(hosts: Sequence[str], cores: Sequence[Collection[int]]) -> Crowd | None:
+    """The host with the most ranks per core; None if none has more ranks than cores.
+
+    hosts, cores: the host of each rank, and the numbers of the cores that the rank may use.
+    """
+    crowds = []
+    for host in dict.fromkeys(hosts):
+        of_ranks = [mine for name, mine in zip(hosts, cores, strict=True) if name == host]
+        crowds.append(Crowd(host, len(of_ranks), len(set().union(*of_ranks))))
+    worst = max(crowds, key=lambda crowd: crowd.factor)
+    return worst if worst.ranks > worst.cores else None
+
+
+def beyond(findings: Findings, crowd: Crowd | None) -> Findings:
+    """The findings that a crowd does not explain."""
+    return {
+        key: found for key, found in findings.items() if not (crowd and crowd.may_explain(found))
+    }
+
+
+def in_both(first: Findings, second: Findings) -> Findings:
+    """The findings that two measurements share, with the smaller factor, in the second's order."""
+    return {
+        finding: min(first[finding], found, key=lambda slowness: slowness.factor or 0.0)
+        for finding, found in second.items()
+        if finding in first
+    }
 
 
 def outliers(
@@ -109,7 +165,9 @@ def find_slow(
             cost = level_costs[members]
             parts = f"{show(cost)} against {show(cost / factor)}"
             text = f"{factor:.2f}x the median time ({parts}), {deviations:.0f} sigmas"
-            findings[Component(level, (members,)), quantity] = Slowness(factor, text)
+            findings[Component(level, (members,)), quantity] = Slowness(
+                factor, text, len(level_costs)
+            )
         if owner:
             costs = unexplained(costs, owner, slow)
     return findings
@@ -128,7 +186,7 @@ def slower_of_two(
     factor = costs[slow] / costs[fast]
     text = f"{factor:.2f}x the time of the other ({show(costs[slow])} against {show(costs[fast])})"
     text += "; with two it is impossible to tell which one is at fault"
-    return {(component, quantity): Slowness(factor, text)}
+    return {(component, quantity): Slowness(factor, text, len(costs))}
 
 
 def unexplained(costs: Costs, owner: list[int], slow: Collection[Members]) -> Costs:

@@ -34,16 +34,16 @@ def test_links_of_a_round() -> None:
     rows |= {"step": [[0.008] * 6] * 2, "back": back}
     case, times = Case(key={}, ranks=[0, 5], samples_s=rows, rounds=[3, 3]), Times(rows, [3, 3])
     messages = links.Messages(1_000_000, 8)
-    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [(0, 2), (0, 2)])
+    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [(0, 2_000_000)] * 2)
     [link] = links.links_of(case)
     assert link[:6] == (0, 1, 1000.0, 0.5, 0.4, 0.5)
     assert link.spread == pytest.approx((9 - 3.75) / 3.75)
     assert link.drift == pytest.approx(0.25)
     assert case.check == "passed"
-    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [(0, 2), (3, 2)])
+    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [(0, 2_000_000), (3, 2_000_000)])
     assert case.check == "failed: rank 5 received wrong data"
     del rows["there"], rows["back"]
-    links.derive({(0, 1): [(0, 5)]}, messages, case, Times(rows, [3, 3]), [(0, 2), (0, 2)])
+    links.derive({(0, 1): [(0, 5)]}, messages, case, Times(rows, [3, 3]), [(0, 2_000_000)] * 2)
     [link] = links.links_of(case)
     assert link[:6] == (0, 1, 1000.0, None, None, 0.5)  # both directions at once only
 
@@ -63,6 +63,16 @@ def test_messages_per_sample(message_s: float, n: int) -> None:
     assert links.calls_that_last(lambda calls: calls * message_s, agree) == n
     answers = iter(agreed)
     assert links.calls_that_last(lambda calls: 1.0, lambda number: next(answers)) == n
+
+
+@pytest.mark.parametrize(
+    ("message_s", "size"),
+    [(0.04, 2**22), (0.8, 2**18), (60.0, 2**16)],  # 4 MiB * 50 / 800; at least 64 KiB
+)
+def test_messages_of_slow_links_shrink(message_s: float, size: int) -> None:
+    """So that one takes at most 50 ms."""
+    assert links.size_within(0.05, message_s, 2**22) == size
+    assert links.size_within(0.05, message_s, 1000) == 1000  # smaller than the minimum
 
 
 @pytest.mark.parametrize(

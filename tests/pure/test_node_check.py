@@ -23,7 +23,7 @@ from benchmarks.node_check import (
     wrong_results,
 )
 from benchmarks.workloads.links import Link, drift_of, widest
-from benchmarks.workloads.outliers import Component, Slowness, find_slow, sentences
+from benchmarks.workloads.outliers import Component, Crowd, Slowness, find_slow, sentences
 from common.timing import StopRule
 from harness.cpu_load import Others
 from harness.environment import UNCORRECTED
@@ -215,8 +215,70 @@ def test_a_verdict_mentions_an_unknown_load() -> None:
     assert (status, lines[-1]) == (1, f"not fit: rank 1 on a{unknown}")
 
 
+ENVIRONMENT: dict[str, Any] = {
+    "ranks": [
+        {"host": host, "local_rank": local, "threads": 1, "cores": 2, "device": "cpu"}
+        for host in "abc"
+        for local in range(2)
+    ],
+    "hosts": ["a", "b", "c"],
+    "kernels": ["6.1"] * 3,
+    "gpus": [[], [], []],
+    "variables": {"NCCL_ALGO": "Ring"},
+    "other_variables": [],
+}
+
+
+def test_ranks_with_other_threads_are_compared_with_all() -> None:
+    """Rank 1 has two threads and takes 12 times as long: it is named, and so is the difference."""
+    ranks = [row | {"threads": 1 + (n == 1)} for n, row in enumerate(ENVIRONMENT["ranks"])]
+    environment = ENVIRONMENT | {"ranks": ranks}
+    bench = Mock(report=Mock(environment=environment))
+    bench.args = Mock(margin=None, min_tflops=0, min_busbw=0, sigmas=5)
+    bench.job = Mock(device=torch.device("cpu"), broadcast=lambda value: value)
+    bench.job.gather = lambda value: [value] * 6
+    of_all = node_check.cluster_of(bench)
+    cases = ranks_with("matmul_fp32", 1, 12, 1, 1, 1, 1)
+    for case in cases:
+        case.metrics["matmul_fp32_flop_per_s"] = 1e9
+    found = judge(cases, of_all)
+    assert [component.name() for component, _ in found] == ["rank 1"] * 2
+    assert node_check.differences_of(environment) == {0: "differs on rank 1: threads"}
+    assert node_check.without_peer(of_all) == ""
+
+
+def test_differences_stand_beside_the_verdict() -> None:
+    """Node c has another NCCL_ALGO and 2 threads. Of two nodes, either may be the wrong one."""
+    ranks = [row | {"threads": 1 + (row["host"] == "c")} for row in ENVIRONMENT["ranks"]]
+    other = [{"ranks": [4, 5], "variables": {"NCCL_ALGO": None, "FI_PROVIDER": "efa"}}]
+    environment = ENVIRONMENT | {"ranks": ranks, "other_variables": other}
+    found = node_check.differences_of(environment)
+    assert found == {2: "differs: FI_PROVIDER, NCCL_ALGO, threads"}
+    assert node_check.differences_of(ENVIRONMENT) == {}
+    two = environment | {"ranks": ranks[2:], "hosts": ["b", "c"], "kernels": ["6.1", "6.2"]}
+    two["other_variables"] = []
+    both = "differs: kernel, threads"
+    assert node_check.differences_of(two) == {0: both, 1: both}
+    told = f"c {found[2]}"
+    given: Any = ([], "slow", NAMES, "41 s", True, told)
+    assert conclude({}, [], False, *given) == (0, [f"fit, but {told}; 41 s"])
+    assert conclude(SLOW, [], False, *given)[1][-1] == f"not fit: rank 1 on a; {told}"
+    assert conclude({}, ["why"], False, *given) == (4, [f"no verdict: why; {told}"])
+
+
 def test_fit_needs_a_peer_or_a_limit() -> None:
-    """A single rank and a single link between nodes cannot be compared with anything."""
+    """A single rank, a single rank on a kind of device and a single link between nodes cannot be
+    compared with anything. Without --min-busbw, neither can the all_reduce of a single node."""
+    odd_one = cluster([[0, 1, 2]], ["k", "k", "m"])
+    alone = "rank 2 is the only one on m, without a limit such as --min-tflops"
+    assert node_check.without_peer(odd_one) == alone
+    busbw = odd_one._replace(limits={"matmul_fp32": 0, "all_reduce_inside": 1e9})
+    assert node_check.without_peer(busbw) == alone
+    names = {"node": ["a"]}
+    remark = "all_reduce within a is not judged: no peer, no --min-busbw"
+    assert node_check.not_judged(odd_one, names) == [remark]
+    assert node_check.not_judged(busbw, names) == []
+    assert node_check.not_judged(cluster([[0, 1], [2, 3]], ["k"] * 4), NAMES) == []
     alone = cluster([[0]], ["k"])
     assert node_check.without_peer(alone).startswith("there is one rank without a limit")
     assert node_check.without_peer(alone._replace(limits={"matmul_fp32": 1e12})) == ""
@@ -236,8 +298,34 @@ def test_both_measurements_count() -> None:
     other = (Component("rank", ((2,),)), "copy")
     first = Judgement({who: Slowness(7.0, "7x"), other: Slowness(3.0, "3x")}, [other[0]], "x")
     second = Judgement({who: Slowness(4.0, "4x")}, [who[0], other[0]])
-    assert in_both(first, second) == ({who: (4.0, "4x")}, [other[0]], "x")
-    assert in_both(first, Judgement({}, [])) == ({}, [], "x")
+    assert in_both(first, second) == Judgement({who: Slowness(4.0, "4x")}, [other[0]], "x")
+    assert in_both(first, Judgement({}, [])) == Judgement({}, [], "x")
+
+
+def test_suspects_have_each_name_once() -> None:
+    either = Component("rank", ((1,), (0,)))
+    rest = [Component("rank", ((0,),)), Component("link", ((0, 1),))]
+    assert node_check.names_of_suspects([either, *rest]) == ["rank 1", "rank 0", "link 0 -> 1"]
+
+
+def test_what_cannot_be_told_where_ranks_share_cores() -> None:
+    """One of 6 links takes 12 times as long, another 9 times. 4 ranks on 2 cores explain 10."""
+    costs = {(0, n): 1.0 for n in range(1, 7)} | {(0, 1): 12.0, (0, 2): 9.0}
+    both = Judgement(find_slow(costs, {}, "link", "x"), [])
+    found = node_check.without_unsure(both, Crowd("vm", 4, 2))
+    assert [component.name() for component, _ in found.slow] == ["link 0 -> 1"]
+    assert [component.name() for component in found.unsure] == ["link 0 -> 2"]
+    why = doubts_of([], None, [], unsure="it cannot be told")
+    assert conclude({}, why, False, [], "slow", NAMES, "41 s") == (
+        4,
+        ["no verdict: it cannot be told"],
+    )
+
+
+def test_the_range_of_links_is_shown() -> None:
+    rows = [Link(a, 2, 80, None, None, rate) for a, rate in ((1, 0.2), (0, 0.006), (1, 0.21))]
+    line = "between nodes: 0.00600 to 0.210 GB/s, median 0.200; slowest rank 0 on a -> rank 2 on b"
+    assert node_check.range_of("between nodes", rows, RANKS) == line
 
 
 def test_ranks_that_are_slow_once_are_not_named(
@@ -289,13 +377,18 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
         bind.assert_called_once_with(0, cores)
 
 
-@pytest.mark.parametrize("name", ["CPU, quiet", "CPU, 30%", "GPU", "links, CPU", "links, GPU"])
+@pytest.mark.parametrize(
+    "name", ["CPU, quiet", "CPU, 30%", "GPU", "links, CPU", "links, GPU", "crowded"]
+)
 def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
     """The limits are wide. docs/node_check.md has the rates of more runs."""
     condition = simulation.CONDITIONS[name]
     healthy = simulation.rates(condition, 1.0, 15)
     slow = simulation.rates(condition, simulation.slower(name), 10)
-    if condition.others > 0.1:
+    if condition.crowd:  # at most without a verdict
+        assert healthy["not fit"] == 0
+        assert slow["named alone"] >= 0.9
+    elif condition.others > 0.1:
         assert healthy["no verdict"] == slow["no verdict"] == 1.0
     else:
         assert healthy["not fit"] + healthy["no verdict"] <= 0.07

@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workloads.outliers import Component, Costs, find_slow, outliers, sentences
+from benchmarks.workloads.outliers import (
+    Component,
+    Costs,
+    Crowd,
+    beyond,
+    find_slow,
+    most_crowded,
+    outliers,
+    sentences,
+)
 
 NODES = {"node": [0, 0, 1, 1, 2, 2]}
 ONE_NODE, TWO_NODES = {"node": [0, 0]}, {"node": [0, 0, 0, 1, 1, 1]}
@@ -56,6 +65,26 @@ def test_slow_ranks_and_nodes(
     by_rank: Costs = {(rank,): float(cost) for rank, cost in enumerate(costs)}
     found = find_slow(by_rank, levels, "rank", "x", **options)
     assert [component.name() for component, _ in found] == names
+
+
+def test_where_ranks_share_cores() -> None:
+    """Host b has 3 ranks on 2 cores. Ranks that are bound to a core each do not share it."""
+    crowd = most_crowded(["a", "a", "b", "b", "b"], [[0], [1], [0, 1], [0, 1], [0, 1]])
+    assert crowd == Crowd("b", 3, 2)
+    assert (crowd.factor, crowd.text) == (7.5, "3 ranks share 2 cores of b")
+    assert most_crowded(["a", "a"], [[0, 1], [0, 1]]) is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "peers", "named"), [(7.4, 6, 0), (7.6, 6, 1), (7.6, 5, 0), (50.0, 2, 0)]
+)
+def test_what_a_crowd_does_not_explain(factor: float, peers: int, named: int) -> None:
+    """Over 5 * 3 / 2 times as slow, among at least 6."""
+    costs: Costs = {(rank,): 1.0 for rank in range(peers)} | {(0,): factor}
+    found = find_slow(costs, {}, "rank", "x", of_two=True)
+    assert len(found) == 1
+    assert len(beyond(found, Crowd("vm", 3, 2))) == named
+    assert beyond(found, None) == found
 
 
 def test_sentences() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import p2p_matrix
 from benchmarks.workloads.links import Link, Messages
-from benchmarks.workloads.outliers import Component, Findings, Slowness
+from benchmarks.workloads.outliers import Component, Crowd, Findings, Slowness
 from harness.cpu_load import Others
 
 
@@ -37,6 +37,14 @@ def names_of(count: int) -> dict[str, list[str]]:
 
 def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> Link:
     return Link(a, b, us, rate, rate, rate, spread)
+
+
+def answered(links: list[Link], ranks: int, doubt: str = "") -> list[str]:
+    """The last lines for ranks of one node."""
+    found = p2p_matrix.slow_components(links, [0] * ranks, "rank", 5.0)
+    if doubt:
+        found = {finding: how for finding, how in found.items() if how.is_far}
+    return p2p_matrix.answer(links, [0] * ranks, found, names_of(ranks), doubt)
 
 
 def test_matrices_and_many_links() -> None:
@@ -74,28 +82,39 @@ def test_answer() -> None:
     """A slow link takes 60 us. The median of 20, 20, 20, 21, 22 and 60 is 20.5 us."""
     alike = [met(0, 1, 20, 1.0, 0.2), met(2, 3, 21, 1.1), met(0, 2, 20, 1.0), met(1, 3, 22, 1.0)]
     alike += [met(0, 3, 20, 1.05), met(1, 2, 20, 1.0, 0.05)]
-    where = ([0] * 4, "rank", 5.0, names_of(4))
-    assert p2p_matrix.answer(alike, *where) == [
+    assert answered(alike, 4) == [
         "no link, rank or node is significantly slower than its peers",
         "latency 20.00 to 22.00 us, bandwidth 1.000 to 1.100 GB/s "
         "(uncertainty of a link: median +-10.0%, maximum +-20.0%)",
         "all 4 ranks sustain 1.000 GB/s",
     ]
     alike[-1] = met(1, 2, 60, 1.0, None)
-    first, last, _ = p2p_matrix.answer(alike, *where)
+    first, last, _ = answered(alike, 4)
     named = "possibly slow link rank 1 on vm -> rank 2 on vm: latency within nodes"
     assert first.startswith(f"{named} 2.93x the median time")
     assert last.endswith("(uncertainty of a link: no interval; raise --max-seconds)")
-    few = p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0, names_of(2))
+    few = answered(alike[:1], 2)
     assert few[0] == "with 1 link it is impossible to tell which link, rank or node is slow"
     # while other processes run, only links over 5 times as slow are named
     used = p2p_matrix.doubt_of(Others(1.6, 2), True)
     assert used == "other processes used 1.6 of 2 cores"
-    busy, *_ = p2p_matrix.answer(alike, *where, used)
+    busy, *_ = answered(alike, 4, used)
     assert busy == f"no verdict on slow links, ranks or nodes: {used}"
     alike[-1] = met(1, 2, 120, 1.0)
-    busy, *_ = p2p_matrix.answer(alike, *where, used)
+    busy, *_ = answered(alike, 4, used)
     assert busy.startswith("slow link rank 1 on vm -> rank 2 on vm: latency within nodes 5.85x")
+
+
+def test_where_ranks_share_cores_a_link_cannot_be_told() -> None:
+    """One of three links takes 6 times as long, which is less than 5 * 3 / 2. There is one cause,
+    and no advice to measure longer."""
+    rows = [met(0, 1, 20, 1.0), met(0, 2, 20, 1.0), met(1, 2, 120, 1.0, None)]
+    crowd = Crowd("vm", 3, 2)
+    first, last, _ = p2p_matrix.answer(rows, [0] * 3, {}, names_of(3), "", crowd)
+    assert (
+        first == "it cannot be told which link, rank or node is slow: 3 ranks share 2 cores of vm"
+    )
+    assert last.endswith("(uncertainty of a link: no interval)")
 
 
 def test_an_unknown_load_is_mentioned() -> None:
@@ -104,23 +123,22 @@ def test_an_unknown_load_is_mentioned() -> None:
     unknown = p2p_matrix.doubt_of(Others(1.6, 2), False)
     assert unknown == "CPU use by other processes was not recorded"
     alike = [met(0, 1, 20, 1.0), met(0, 2, 20, 1.0), met(1, 2, 20, 1.0)]
-    where = ([0] * 3, "rank", 5.0, names_of(3))
-    first, *_ = p2p_matrix.answer(alike, *where, unknown)
+    first, *_ = answered(alike, 3, unknown)
     assert first == f"no verdict on slow links, ranks or nodes: {unknown}"
     alike[2] = met(1, 2, 60, 1.0)
-    assert p2p_matrix.answer(alike, *where, unknown)[0] == first
+    assert answered(alike, 3, unknown)[0] == first
     alike[2] = met(1, 2, 120, 1.0)  # 6 times as slow, which load does not explain
-    assert p2p_matrix.answer(alike, *where, unknown)[0].startswith("slow link rank 1 on vm -> rank")
+    assert answered(alike, 3, unknown)[0].startswith("slow link rank 1 on vm -> rank")
 
 
 def test_the_scatter_of_three_links_has_a_floor() -> None:
     """Two links are equal by chance. The third takes 1.3 times as long, but the median sample of a
     link is known only to 40%, so it is not named."""
     rows = [met(0, 1, 20, 1.0, 0.4), met(0, 2, 20.02, 1.0, 0.4), met(1, 2, 26, 1.0, 0.4)]
-    first, *_ = p2p_matrix.answer(rows, [0] * 3, "rank", 5.0, names_of(3))
+    first, *_ = answered(rows, 3)
     assert first == "no link, rank or node is significantly slower than its peers"
     rows = [link._replace(spread=0.01) for link in rows]
-    first, *_ = p2p_matrix.answer(rows, [0] * 3, "rank", 5.0, names_of(3))
+    first, *_ = answered(rows, 3)
     assert first.startswith("slow link rank 1 on vm -> rank 2 on vm: latency within nodes 1.30x")
 
 
