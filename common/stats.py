@@ -104,8 +104,8 @@ class Estimate:
         if self.low is None or self.high is None:
             return self.text(unit, digits=2)
         if self.high > most:
-            high = f"{most:g}" if self.value <= most else f"{self.high:.2f}; at most {most:g}"
-            return f"{self.value:.2f} times ({self.low:.2f} to {high}, {bound})"
+            end = f"{most:g}" if self.value <= most else f"{self.high:.2f}; at most {most:g}"
+            return f"{self.value:.2f} times ({self.low:.2f} to {end}, {bound})"
         low, high, digits = self.low, self.high, 2
         while digits < 5 and not self.may_be(1) and 1 in (round(low, digits), round(high, digits)):
             digits += 1
