@@ -942,6 +942,9 @@ def main() -> int:
             if table.passed:
                 if line := interference(table.passed):
                     bench.print(line)
+                if bench.max_width:  # the first table and the answers fit on one screen
+                    bench.print("# not shown: percentiles and rates; --wide prints them")
+                    continue
                 heading = f"Percentiles and rates: {title}"
                 bench.print_table(rates_of(table.passed), table.passed, heading)
     return bench.status

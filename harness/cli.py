@@ -317,7 +317,7 @@ def add_common_flags(
         help="end a case after S seconds, or after 1.25 S if an interval is still missing, but not "
         f"before 6 rounds (default: {max_seconds:g})",
     )
-    add("--wide", action="store_true", help="print all columns of each table, also on a terminal")
+    add("--wide", action="store_true", help="print all tables and columns, also on a terminal")
     add("--dry-run", action="store_true", help="list the cases and exit")
     add(
         *("-J", "--json", "--output-file"),

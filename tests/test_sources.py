@@ -91,9 +91,14 @@ def test_ddp_rpc(shown: Callable[..., str]) -> None:
 
 
 def test_ddp_sweep(shown: Callable[..., str]) -> None:
-    """The backend and the bucket size; percentiles and rates of no ddp, one rank and two."""
+    """The backend and the bucket size; percentiles and rates of no ddp, one rank and two. On a
+    terminal, those are shown with --wide only."""
     small = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
-    out = shown("ddp_sweep", *small, "--bucket-size", "3", "--iters", "2", ranks=2)
+    small = (*small, "--bucket-size", "3", "--iters", "2")
+    narrow = shown("ddp_sweep", *small, "--no-breakdown", "--world-sizes", "1", ranks=2, columns=80)
+    assert "\n# not shown: percentiles and rates; --wide prints them\n" in narrow
+    assert "p50" not in narrow
+    out = shown("ddp_sweep", *small, "--wide", ranks=2, columns=300)
     assert re.search(PREAMBLE, out, re.MULTILINE)
     assert "buckets of 3 MiB" in out
     seconds, rates = ([f"{p} {unit}" for p in PERCENTILES] for unit in ("sec/iter", "ex/sec/dev"))
