@@ -50,7 +50,7 @@ def test_the_last_lines_suggest_commands_and_a_dry_run_resumes(bench: Callable[.
     run = bench("benchmarks/collectives.py", *FEW)
     last = r"\n# report .*report\.jsonl; python .*\.bak; to compare: python .*\n# elapsed \d.*\n"
     assert re.search(last, run.out, re.DOTALL)
-    assert set(run.report.environment) >= {"version", "others"}
+    assert run.report.environment["version"]
     (load_of_node,) = run.report.end["others"]
     assert load_of_node[1] == len(os.sched_getaffinity(0))
     planned = bench("benchmarks/collectives.py", *FEW, "-e", "128", "--dry-run", "--resume")
