@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from benchmarks.workloads import operations, start_up
+from benchmarks.workloads import expected_network, operations, start_up
 from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
@@ -195,6 +195,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also time each size while this collective runs in a second group, e.g. "
         "all_to_all:4M (default size: the same)",
     )
+    expected_network.add_flag(parser)
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)
     if args.beside:
@@ -798,6 +799,9 @@ def main() -> int:
                     continue
                 for name, _, key in cases:
                     bench.measure(key, name, make, fill_in, ranks=members, subgroups=groups)
+        problem = expected_network.unexpected(bench.networks, args.expect_network)
+        if problem and bench.is_first:
+            bench.fail(problem)
         if not args.beside:
             footer(measured, args.min_busbw, bench)
         for case in bench.report.cases:

@@ -192,6 +192,8 @@ class Benchmark:
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.measured: list[Key] = []
         self.done: list[Key] = []  # cases of a resumed report that need not be measured again
+        # the network of each rank, e.g. `IB (8 devices)`, on rank 0; set by an observer
+        self.networks: list[str] = []
         self.answers: list[Sentence] = []  # printed together, as the last lines
         self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
         self.last_line: dict[str, Any] = {}  # entries that a script adds to the report's last line

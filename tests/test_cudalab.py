@@ -236,6 +236,8 @@ ROWS = [
     Row("collectives nccl2", 2, f"{ALL} --backend nccl2 -G 2", **GLOO),
     Row("collectives nccl-legacy", 2, f"{ONE} --backend nccl-legacy", **GLOO),
     Row("collectives two backends", 2, f"{ONE} --backend cpu:gloo,cuda:nccl"),
+    Row("network", 2, f"{ONE} --expect-network socket", (0,), (r"# network: Socket \(lo\)",)),
+    Row("network other", 2, f"{ONE} --expect-network IB", (1,), (r"got Socket \(lo\) on rank 0",)),
     Row("collectives beside", 2, f"{ONE} --beside all_to_all"),
     Row("collectives groups", 4, f"{ONE} --collective all_reduce,all_to_all --groups 0,1/2-3"),
     Row("p2p 4", 4, P2P),
