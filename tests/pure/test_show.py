@@ -2,9 +2,11 @@
 
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -51,20 +53,24 @@ def test_an_ascii_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("command", ["compare.py PIPE --test b.jsonl", "export.py PIPE --to csv"])
-def test_ctrl_c_is_one_line(command: str, tmp_path: Path) -> None:
-    """While a script reads a report, here from a pipe that this test has opened for writing."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    script, *words = command.replace("PIPE", str(pipe)).split()
+def test_ctrl_c_is_one_line(command: str) -> None:
+    """While a script reads a report, here as from `<(command)`, which has written one byte."""
+    read_end, write_end = os.pipe()
+    script, *words = command.replace("PIPE", f"/dev/fd/{read_end}").split()
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "analysis" / script), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        pass_fds=[read_end],
     )
-    with process, pipe.open("w"):  # opening waits for the reader
+    with process, open(write_end, "wb", buffering=0) as pipe:
+        pipe.write(b"{")
+        while select.select([read_end], [], [], 0)[0] and process.poll() is None:
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=500)
+    os.close(read_end)
     assert (process.returncode, out, errors) == (130, "", f"{script}: interrupted\n")
 
 
