@@ -93,8 +93,8 @@ def test_ddp_rpc(shown: Callable[..., str]) -> None:
 def test_ddp_sweep(shown: Callable[..., str]) -> None:
     """The backend and the bucket size; percentiles and rates of no ddp, one rank and two. On a
     terminal, those are shown with --wide only."""
-    small = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
-    small = (*small, "--bucket-size", "3", "--iters", "2")
+    small = ["--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2"]
+    small += ["--bucket-size", "3", "--iters", "2"]
     narrow = shown("ddp_sweep", *small, "--no-breakdown", "--world-sizes", "1", ranks=2, columns=80)
     assert "\n# not shown: percentiles and rates; --wide prints them\n" in narrow
     assert "p50" not in narrow

@@ -279,9 +279,9 @@ def test_fit_needs_a_peer_or_a_limit() -> None:
     assert node_check.not_judged(odd_one, names) == [remark]
     assert node_check.not_judged(busbw, names) == []
     assert node_check.not_judged(cluster([[0, 1], [2, 3]], ["k"] * 4), NAMES) == []
-    alone = cluster([[0]], ["k"])
-    assert node_check.without_peer(alone).startswith("there is one rank without a limit")
-    assert node_check.without_peer(alone._replace(limits={"matmul_fp32": 1e12})) == ""
+    single = cluster([[0]], ["k"])
+    assert node_check.without_peer(single).startswith("there is one rank without a limit")
+    assert node_check.without_peer(single._replace(limits={"matmul_fp32": 1e12})) == ""
     pair = cluster([[0], [1]], ["k"] * 2)
     pair.teams["rail"] = [[0, 1]]
     why = doubts_of([], None, [], node_check.without_peer(pair))
@@ -310,7 +310,8 @@ def test_suspects_have_each_name_once() -> None:
 
 def test_what_cannot_be_told_where_ranks_share_cores() -> None:
     """One of 6 links takes 12 times as long, another 9 times. 4 ranks on 2 cores explain 10."""
-    costs = {(0, n): 1.0 for n in range(1, 7)} | {(0, 1): 12.0, (0, 2): 9.0}
+    costs: dict[tuple[int, ...], float] = {(0, n): 1.0 for n in range(3, 7)}
+    costs |= {(0, 1): 12.0, (0, 2): 9.0}
     both = Judgement(find_slow(costs, {}, "link", "x"), [])
     found = node_check.without_unsure(both, Crowd("vm", 4, 2))
     assert [component.name() for component, _ in found.slow] == ["link 0 -> 1"]
