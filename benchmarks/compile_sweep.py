@@ -77,11 +77,11 @@ from benchmarks.workloads.own_model import (
     Trial,
     is_own,
     make_own,
-    need_size,
     try_on_all,
     without_rate,
 )
 from benchmarks.workloads.precision import DTYPE_HELP, name_precision, set_precision
+from benchmarks.workloads.process_settings import restored
 from benchmarks.workloads.reference import (
     CHECKED_STEPS,
     Reference,
@@ -565,7 +565,6 @@ def build(bench: Benchmark, start_s: dict[str, float], key: Key, group: Group) -
     set_precision(key["dtype"])
     memory = start_peak(device)
     task = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
-    need_size(key["model"], key["batch_size"])
     alone = reference_of(task, key["dtype"], ranks) if bench.job.rank == 0 else None
     wanted: Reference | str = group.broadcast(alone)
     mesh = dist.DeviceMesh.from_group(group.workload, device.type)
@@ -661,7 +660,9 @@ def derive(case: Case, times: Times, facts: list[list[Facts]]) -> None:
     for number, setting in enumerate(settings):
         of_setting = [of_rank[number] for of_rank in facts]
         about = times.relative_to(setting.label) if number else times
-        own = training_metrics(about, len(facts) * case.key["batch_size"])
+        own = training_metrics(about, len(facts) * (case.key["batch_size"] or 0))
+        if case.key["batch_size"] is None:
+            del own["samples_per_s"]
         for name in of_setting[0][0]:
             own[name] = max(costs[name] for costs, _ in of_setting)
         if own.pop("tokens", 0):
@@ -831,14 +832,6 @@ def plan(args: Namespace, job: Job, own: dict[str, Trial]) -> dict[str, list[Pla
     return tables
 
 
-def count_layers(name: str, device: torch.device) -> int | None:
-    """Number of layers of your own model that FSDP shards by default; None if it is too large."""
-    try:
-        return len(layers_of(make_own(name, device).model))
-    except torch.OutOfMemoryError:
-        return None
-
-
 def start(backend: str, job: Job) -> float:
     """Seconds of the first compilation in a process, of a trivial function.
 
@@ -868,11 +861,10 @@ def main() -> int:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")  # torch 2.15's Triton
     with Benchmark("compile_sweep", args) as bench:
-        job, own, start_s = bench.job, {}, {}
-        for model in filter(is_own, args.models):
-            own[model] = try_on_all(bench, model)
-            if args.fsdp_wrap and own[model].units is None:
-                own[model] = own[model]._replace(layers=count_layers(model, job.device))
+        job, start_s = bench.job, {}
+        bench.around_case = restored  # settings of a model do not affect the next one
+        # equal models and batches on all ranks, as in `create`
+        own = try_on_all(bench, args.models, 0, layers_of=layers_of)
         tables = plan(args, job, own)
         bench.announce(tables)
         for backend in args.backends:

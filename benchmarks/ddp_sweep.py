@@ -67,9 +67,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
 from benchmarks.workloads.memory import peak, start_peak
-from benchmarks.workloads.own_model import is_own, make_own, need_size, try_on_all, without_rate
+from benchmarks.workloads.own_model import is_own, make_own, try_on_all, without_rate
 from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
+from benchmarks.workloads.process_settings import restored
 from benchmarks.workloads.settings import (
     SettingsTable,
     compare_rows,
@@ -409,7 +410,6 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
     tokens = 0
     if is_own(key["model"]):
         own = make_own(key["model"], job.device)
-        need_size(key["model"], key["batch_size"])
         model, tokens = own.model, own.tokens()
         batch: Batch = (own.args, own.kwargs, own.loss)
         make_optimizer = own.optimizer or sgd
@@ -426,12 +426,35 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
         training_step, optimizer=optimizer, dtype=key["dtype"], accumulate=key["accumulate"]
     )
     step = make_step(model, batch)
-    for _ in range(SETTLING_STEPS):
-        step()
+    try:
+        for _ in range(SETTLING_STEPS):
+            step()
+    except RuntimeError as error:
+        if reason := known_reason(error, key, model, make_optimizer is sgd):
+            raise ValueError(reason) from None
+        raise
     # With a rate of 0, a step takes as long, and the weights stay finite and equal on all ranks,
     # regardless of the loss
     without_rate(optimizer)
     return Replica(setting, model, batch, tokens, make_step, step)
+
+
+def known_reason(
+    error: RuntimeError, key: Key, model: nn.Module, default_optimizer: bool
+) -> str | None:
+    """Return why a step fails, with what to do, for errors of torch that do not say so."""
+    if "INTERNAL ASSERT" in str(error) and key["static_graph"] and key["accumulate"] > 1:
+        return (
+            "DDP of torch fails with --static-graph and --accumulate above 1 "
+            "(github.com/pytorch/pytorch/issues/187732); use only one of them"
+        )
+    for name, parameter in model.named_parameters():
+        if default_optimizer and parameter.grad is not None and parameter.grad.is_sparse:
+            return (
+                f"the gradient of {name} is sparse, which the default optimizer, SGD with weight "
+                "decay, does not support; return an optimizer, e.g. torch.optim.SparseAdam"
+            )
+    return None
 
 
 def build(bench: Benchmark, key: Key, group: Group) -> Workload:
@@ -591,9 +614,12 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
 def step_metrics(case: Case, times: Times, tokens: int) -> dict[str, Any]:
     """The metrics of a step. tokens: number of tokens in the batches of all ranks."""
     key, ranks = case.key, len(case.ranks)
-    samples = ranks * samples_of_rank(case)
+    samples = ranks * (samples_of_rank(case) or 0)
     metrics = training_metrics(times, samples)
-    metrics["sample_s"] = metrics["step_s"] / samples
+    if samples:
+        metrics["sample_s"] = metrics["step_s"] / samples
+    else:  # the batch size is unknown
+        del metrics["samples_per_s"]
     if tokens:
         metrics["tokens_per_s"] = tokens * key["accumulate"] / metrics["step_s"]
     metrics["step_cv"] = float(times.slowest().std() / times.slowest().mean())
@@ -605,9 +631,10 @@ def step_metrics(case: Case, times: Times, tokens: int) -> dict[str, Any]:
     return metrics
 
 
-def samples_of_rank(case: Case) -> int:
-    """Number of samples that a rank processes in a step."""
-    return int(case.key["batch_size"] * case.key["accumulate"])
+def samples_of_rank(case: Case) -> int | None:
+    """Number of samples that a rank processes in a step; None if unknown."""
+    size = case.key["batch_size"]
+    return None if size is None else int(size * case.key["accumulate"])
 
 
 def check_all(facts: list[Facts], ranks: list[int], labels: list[str]) -> str:
@@ -915,12 +942,15 @@ def plan(
 def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
-        job, own = bench.job, {}
+        job = bench.job
+        bench.around_case = restored  # settings of a model do not affect the next one
         sizes = sizes_of(args.world_sizes, job.world_size, job.local_world_size)
         if problem := invalid_sizes(args, job.world_size, sizes):
             bench.refuse(problem)
-        for name in filter(is_own, args.models):
-            own[name] = try_on_all(bench, name, args.find_unused_parameters).samples
+        # DDP trains a model with unused parameters under each of these options
+        idle_allowed = args.find_unused_parameters or args.static_graph
+        trials = try_on_all(bench, args.models, job.rank, idle_allowed=idle_allowed)
+        own = {name: trial.samples for name, trial in trials.items()}
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
         columns, names = columns_of(args), rank_names(bench.report.environment)

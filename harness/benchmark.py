@@ -188,6 +188,9 @@ class Benchmark:
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
         self.title = ""
+        # entered around the set-up, the timing and the check of each case; set by scripts
+        self.around_case: Callable[[], contextlib.AbstractContextManager[Any]]
+        self.around_case = contextlib.nullcontext
         self.names: dict[str, list[str]] = {}  # title of a table -> names of its planned cases
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.measured: list[Key] = []
@@ -397,11 +400,17 @@ class Benchmark:
                     observer.opened(group)
                 if group.start_up_s:  # it is new
                     group.start_up_s["first_collective"] = connect(group.workload, self.job)
-                result = self.time(key, build(key, group), group, rule)
+                with self.around_case():
+                    result = self.time(key, build(key, group), group, rule)
         except LostPeer:
             raise
-        except Exception as raised:
-            error = f"{exits.describe(raised)} (rank {self.job.rank})"
+        # SystemExit and the like from a user's code, too. Ctrl-C never raises, because an observer
+        # handles it; without observers it ends the run.
+        except BaseException as raised:
+            if isinstance(raised, KeyboardInterrupt) and not self.observers:
+                raise
+            place = "" if isinstance(raised, Exception) else exits.place_of(raised)
+            error = f"{exits.describe(raised)}{place} (rank {self.job.rank})"
             self.report_failure(error)
             if gpu_is_lost(self.job.device):
                 exits.exit_now(1, f"{error}: this process can no longer use its GPU")

@@ -9,7 +9,9 @@ import os
 import re
 import shlex
 import sys
+import sysconfig
 import time
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn, TextIO
@@ -172,6 +174,22 @@ def write_stderr(text: str) -> None:
     """Write to stderr in a single call, so that lines of different ranks are not interleaved."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode() if text else b"")
+
+
+def place_of(error: BaseException) -> str:
+    """Return ` (my_model.py:12)`, the innermost line of the user's code in a traceback, or "".
+
+    The user's code is everything but this project's, the standard library and installed packages.
+    """
+    foreign = [Path(sysconfig.get_path("stdlib"))]
+    foreign += [ROOT / folder for folder in ("benchmarks", "common", "harness")]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in foreign):
+            continue
+        if path.is_file():
+            return f" ({path.name}:{frame.lineno})"
+    return ""
 
 
 # Matches the advice that follows the numbers in CUDA's out-of-memory error; torch 2.11 to 2.15

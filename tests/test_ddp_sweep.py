@@ -107,6 +107,78 @@ def test_a_model_that_differs_on_one_rank(
     assert not run.path.exists()
 
 
+ODD = """
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+calls = 0
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+    edges: torch.Tensor
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.unused = nn.Parameter(torch.zeros(4))
+
+    def forward(self, graph):
+        return super().forward(graph.x)
+
+def graph(device):
+    return Net(), Graph(torch.ones(10, 4), torch.ones(2, 30)), torch.sum
+
+def leaves(device):
+    return nn.Linear(4, 1), torch.ones(5, 4), leave
+
+def leave(y):
+    global calls
+    calls += 1
+    # not in the trial and the first steps
+    sys.exit(0) if calls > 8 else None
+    return y.sum()
+
+def sparse(device):
+    return nn.EmbeddingBag(8, 4, sparse=True), torch.zeros(5, 3, dtype=torch.long), torch.sum
+
+def fails(device):
+    raise ValueError("no data")
+"""
+
+
+@smoke
+def test_odd_models(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is refused or leaves does not end the measurement of the others. A graph has no
+    known number of samples, so it has no rates."""
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.chdir(tmp_path)
+    names = ",".join(f"odd:{name}" for name in ("fails", "leaves", "sparse", "graph"))
+    run = bench(SCRIPT, *SHORT, "--models", names, "--world-sizes", "2", "--static-graph")
+    assert run.status == 1, run.err
+    assert "error: --model odd:fails: ValueError: no data (odd.py:40)\n" in run.err
+    checks = [(c.key["model"], len(c.ranks), c.check) for c in run.report.cases]
+    left = "failed: SystemExit: 0 (odd.py:33) (rank "
+    assert [check[: len(left)] for model, _, check in checks if model == "odd:leaves"] == [left] * 2
+    for model, _, check in checks:
+        if model == "odd:sparse":
+            assert check.startswith("failed: ValueError: the gradient of ")
+            assert "is sparse, which the default optimizer, SGD with weight decay, does" in check
+    *_, alone, graph = run.report.cases
+    assert (alone.check, graph.check) == ("passed", "passed")
+    assert graph.key["batch_size"] is None
+    assert "step_s" in graph.metrics
+    assert "samples_per_s" not in graph.metrics
+    assert "odd:graph, batch size unknown per rank (weak scaling), " in run.out
+    models = " or ".join(f"--model odd:{name}" for name in ("leaves", "sparse", "graph"))
+    assert f"# to measure a model in a process of its own: {models}\n" in run.out
+
+
 @smoke
 def test_strong_scaling(bench: Callable[..., Any]) -> None:
     """The first rank alone trains the global batch, with an optimizer of its own: that of the DDP

@@ -3,55 +3,58 @@
     def function(device: torch.device, batch: int = 16):
         return model, inputs, loss
 
-model: an nn.Module on the device. inputs: the batch of a rank, either a tuple of positional
-arguments or a dict of keyword arguments of the forward pass; tensors may be nested in tuples, lists
-and dicts. loss: a function from the model's output, which may be any object, to a scalar.
+model: an nn.Module on the device. inputs: the batch of a rank: a tuple of positional arguments, a
+dict of keyword arguments of the forward pass, or a single argument of any other type, such as a
+tensor or an object. loss: a function from the model's output, which may be any object, to a scalar.
 
 Alternatively the function returns a dict with the keys model, loss, and args (a tuple) or kwargs (a
-dict) or both. Two more keys are optional:
+dict) or both. More keys are optional:
 
     optimizer       a function from parameters to a torch.optim.Optimizer; the default is SGD
+    samples         the number of samples in the batch, if its tensors do not show it
     fsdp_units      a list of modules of the model that FSDP shards as units
 
 `package.module:function?batch=16&rope=true` passes keyword arguments: integers, floats, true or
 false, or strings.
 """
 
+import dataclasses
 import importlib
 import inspect
 import os
+import shlex
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.workloads.process_settings import (
+    AT_ONCE,
+    Settings,
+    apply_settings,
+    differences,
+    lines_about,
+    read_settings,
+    restored,
+)
 from harness.benchmark import Benchmark
 from harness.cli import cut, suggest
-from harness.exits import describe
+from harness.exits import describe, place_of
 
 Loss = Callable[[Any], Tensor]
 Optimize = Callable[[Any], torch.optim.Optimizer]
-FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "fsdp_units")  # of a returned dict
+FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "samples", "fsdp_units")
 TOKENS = "input_ids"  # name of the argument whose elements are tokens, as in transformers
-# Settings of the process that are restored after the function returns, because they would affect
-# other models: name, getter, setter. The default device "cpu" means that none is set.
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "default device": (
-        torch.get_default_device,
-        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-    ),
-}
+PLAIN = (bool, int, float, complex, str, bytes, type(None))  # types of arguments without tensors
+# What the first call found, which holds for all later calls: settings of the process that the
+# import of a module changes, and the shapes of a batch, by --model.
+IMPORTED: dict[str, Settings] = {}
+SHAPES: dict[str, list[list[int]]] = {}
 
 
 class Refused(ValueError):
@@ -67,36 +70,59 @@ class OwnModel(NamedTuple):
     loss: Loss
     optimizer: Optimize | None = None
     fsdp_units: list[nn.Module] | None = None
+    stated_samples: int | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the batch, in the order of the arguments."""
-        return [leaf for _, leaf in leaves_of([*self.args, self.kwargs])]
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Return the tensors and objects of the batch with their names, in order."""
+        return leaves_of([*self.args, self.kwargs])
+
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of the tensors of the batch. Of a nested tensor only its length."""
+        tensors = [leaf for _, leaf in self.leaves() if isinstance(leaf, Tensor)]
+        return [[len(t)] if t.is_nested else [*map(int, t.shape)] for t in tensors]
 
     def tokens(self) -> int:
-        """Number of tokens in the batch; 0 if no argument is named input_ids."""
-        named = leaves_of([*self.args, self.kwargs])
-        return sum(tensor.numel() for name, tensor in named if name == TOKENS)
+        """Return the number of tokens in the batch; 0 if no argument is named input_ids."""
+        named = [leaf for name, leaf in self.leaves() if name == TOKENS]
+        return sum(int(leaf.numel()) for leaf in named if isinstance(leaf, Tensor))
+
+    def samples(self) -> int | None:
+        """Return the batch size: the stated one, or the first dimension that all tensors share, of
+        those that are not broadcast over it. None if there is none, as in a graph or in packed
+        sequences."""
+        if self.stated_samples is not None:
+            return self.stated_samples
+        if not all(isinstance(leaf, Tensor) for _, leaf in self.leaves()):
+            return None
+        lengths = {shape[0] for shape in self.shapes() if shape}
+        lengths = lengths - {1} or lengths
+        return lengths.pop() if len(lengths) == 1 else None
 
 
-def leaves_of(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors in nested tuples, lists and dicts, each with its key in the innermost dict."""
+def leaves_of(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Return the tensors and objects in nested tuples, lists, dicts and dataclasses, each with its
+    key in the innermost one. Numbers, strings and None are omitted."""
     if isinstance(value, Tensor):
         return [(name, value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value) if hasattr(value, "__dict__") else {}
     if isinstance(value, Mapping):
         return [leaf for key, entry in value.items() for leaf in leaves_of(entry, str(key))]
     if isinstance(value, (tuple, list)):
         return [leaf for entry in value for leaf in leaves_of(entry, name)]
-    return []
+    return [] if isinstance(value, PLAIN) else [(name, value)]
 
 
 class Trial(NamedTuple):
     """Properties of a model that a trial run on a rank has determined."""
 
-    samples: int | None  # batch size: the first dimension of the first tensor; None if unknown
+    samples: int | None  # batch size; None if unknown
     changes: list[str]  # settings of the process that the function changed, one line each
     units: int | None = None  # number of fsdp_units; None if the function returns none
     tokens: int = 0  # in a batch; 0 if unknown
     layers: int | None = None  # number of layers that FSDP shards by default; None if unknown
+    # first dimensions of all tensors, [] if the function states `samples`; None if it did not fit
+    lengths: list[int] | None = None
 
 
 def is_own(name: str) -> bool:
@@ -130,18 +156,28 @@ def value_of(text: str) -> int | float | bool | str:
     return text
 
 
-def make_own(name: str, device: torch.device, changes: list[str] | None = None) -> OwnModel:
-    """Call the user's function. The working directory is put on sys.path. changes: see `contained`.
-    Raises ValueError if there is no such function or if its return value has another form."""
+def make_own(
+    name: str, device: torch.device, changes: dict[str, tuple[Any, Any]] | None = None
+) -> OwnModel:
+    """Call the user's function. The working directory is put on sys.path.
+
+    Settings in AT_ONCE are restored; `restored` around the case restores the others. changes:
+    receives the old and new values of the settings that the function changes. Raises ValueError if
+    there is no such function, if its return value has another form, or if the batch has other
+    shapes than in the first call of this process, with which it would be compared.
+    """
     module_name, function_name, parameters = parameters_of(name)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    with contained(name, [] if changes is None else changes):
+    search_working_directory()
+    with restored(*AT_ONCE, changes=changes), contained(name):
+        before = read_settings()
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
             reason = f"{name}: cannot import {module_name}: {error}; e.g. my_model:make"
             raise Refused(reason) from None
+        changed = differences(before, read_settings())
+        IMPORTED.setdefault(module_name, {word: new for word, (_, new) in changed.items()})
+        apply_settings(IMPORTED[module_name])  # later calls import nothing
         function = getattr(module, function_name, None)
         if not callable(function):
             others = (word for word in vars(module) if callable(getattr(module, word)))
@@ -152,7 +188,20 @@ def make_own(name: str, device: torch.device, changes: list[str] | None = None) 
         if parameters:
             refuse_unknown(name, function, parameters)
         returned = function(device, **parameters)
-    return own_of(name, returned)
+    own = own_of(name, returned)
+    if (shapes := own.shapes()) != SHAPES.setdefault(name, shapes):
+        first, now = (cut([*map(str, each)]) for each in (SHAPES[name], shapes))
+        raise Refused(
+            f"{name}: expected batches of equal shapes in all calls, got {first} first "
+            f"and {now} now"
+        )
+    return own
+
+
+def search_working_directory() -> None:
+    """Put the working directory on sys.path."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def refuse_unknown(name: str, function: Callable[..., Any], parameters: dict[str, Any]) -> None:
@@ -174,6 +223,8 @@ def own_of(name: str, returned: Any) -> OwnModel:
     if isinstance(returned, tuple) and len(returned) == 3:
         model, inputs, loss = returned
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+        if not isinstance(args, (tuple, list)):
+            args = (args,)  # a single argument
         returned = {"model": model, "args": args, "kwargs": kwargs, "loss": loss}
         kinds = ", ".join(type(part).__name__ for part in (model, inputs, loss))
     elif isinstance(returned, Mapping):
@@ -190,8 +241,11 @@ def own_of(name: str, returned: Any) -> OwnModel:
     are_functions = callable(loss) and (optimizer is None or callable(optimizer))
     if not (isinstance(model, nn.Module) and are_inputs and are_functions):
         raise Refused(f"{name}: {form}; got {kinds}")
-    own = OwnModel(model, tuple(args), dict(kwargs), loss, optimizer, returned.get("fsdp_units"))
-    if not own.tensors():
+    samples, units = returned.get("samples"), returned.get("fsdp_units")
+    if not (samples is None or (isinstance(samples, int) and samples > 0)):
+        raise Refused(f"{name}: expected a number of samples above 0, got {samples!r}; e.g. 32")
+    own = OwnModel(model, tuple(args), dict(kwargs), loss, optimizer, units, samples)
+    if not own.leaves():
         raise Refused(f"{name}: {form}; got no tensor in the batch")
     inside = set(model.modules())
     for unit in own.fsdp_units or ():
@@ -202,61 +256,47 @@ def own_of(name: str, returned: Any) -> OwnModel:
 
 
 @contextmanager
-def contained(name: str, changes: list[str]) -> Iterator[None]:
-    """Isolate the user's code: SETTINGS are restored, SystemExit, KeyboardInterrupt and the like
-    become Refused. Changes of the working directory and of sys.path persist, because the model may
-    rely on them. Each change adds a line to `changes`."""
-    before = {word: read() for word, (read, _) in SETTINGS.items()}
-    folder, path = os.getcwd(), list(sys.path)
+def contained(name: str) -> Iterator[None]:
+    """Raise Refused instead of SystemExit, KeyboardInterrupt and the like, which would end the
+    process."""
     try:
         yield
     except Exception:
         raise
     except BaseException as error:
         raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
-    finally:
-        for word, (read, set_it) in SETTINGS.items():
-            if (now := read()) != before[word]:
-                set_it(before[word])
-                changes.append(f"the {word} from {before[word]} to {now}; it was restored")
-        if (now := os.getcwd()) != folder:
-            changes.append(f"the working directory from {folder} to {now}; this persists")
-        if sys.path != path:
-            new = [entry for entry in sys.path if entry not in path]
-            changes.append(f"sys.path ({cut(new) or 'fewer entries'}); this persists")
 
 
-def place_of(error: BaseException) -> str:
-    """Return ` (my_model.py:12)`, the innermost line of the user's code in a traceback: not of this
-    file, the standard library or installed packages; or ""."""
-    installed = Path(sysconfig.get_path("stdlib"))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        foreign = path.is_relative_to(installed) or "site-packages" in path.parts
-        if path.is_file() and path != Path(__file__) and not foreign:
-            return f" ({path.name}:{frame.lineno})"
-    return ""
-
-
-def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial:
-    """Run the forward and backward passes once.
+def try_own(
+    name: str,
+    device: torch.device,
+    idle_allowed: bool = True,
+    layers_of: Callable[[nn.Module], list[nn.Module]] | None = None,
+) -> Trial:
+    """Run the forward and backward passes once. All settings of the process are restored.
 
     A model that does not fit into GPU memory is accepted: its cases fail with that reason, and
     other models are measured. Raises ValueError as `make_own` does, for any other error in the
     user's code, for an empty batch, for a loss that is not a scalar, and, unless `idle_allowed`,
     for a parameter that receives no gradient.
     """
-    changes: list[str] = []
-    samples, units, tokens = None, None, 0
+    changes: dict[str, tuple[Any, Any]] = {}
+    trial = Trial(None, [])
+    search_working_directory()  # not a change of the model's
     try:
-        own = make_own(name, device, changes)
-        units = None if own.fsdp_units is None else len(own.fsdp_units)
-        tokens = own.tokens()
-        shapes = [list(tensor.shape) for tensor in own.tensors()]
-        samples = shapes[0][0] if shapes[0] else 0
-        if not samples:
-            raise Refused(f"{name}: expected a batch of at least 1 sample, got {shapes[0]}")
-        with contained(name, changes):
+        with restored(changes=changes), contained(name), restored(*AT_ONCE, changes=changes):
+            own = make_own(name, device, changes)
+            shapes = own.shapes()
+            if any(0 in shape[:1] for shape in shapes) or shapes == [[]]:
+                raise Refused(f"{name}: expected a batch of at least 1 sample, got {shapes[0]}")
+            trial = Trial(
+                own.samples(),
+                [],
+                None if own.fsdp_units is None else len(own.fsdp_units),
+                own.tokens(),
+                layers_of and len(layers_of(own.model)),
+                [] if own.stated_samples else [shape[0] for shape in shapes if shape],
+            )
             value = own.loss(own.model(*own.args, **own.kwargs))
             if not isinstance(value, Tensor) or value.numel() != 1:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -264,21 +304,26 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
             value.backward()
             if own.optimizer:
                 without_rate(own.optimizer(own.model.parameters()))
+            if (now := own.shapes()) != shapes:
+                change = f"from {shapes} to {now}"
+                raise Refused(f"{name}: a step changes the shape of its inputs, {change}")
+            weights = own.model.named_parameters()
+            idle = [
+                path for path, weight in weights if weight.requires_grad and weight.grad is None
+            ]
+            if idle and not idle_allowed:
+                flags = "--find-unused-parameters or --static-graph"
+                raise Refused(f"{name}: {idle[0]} receives no gradient; try {flags}")
     except Refused:
         raise
     except torch.OutOfMemoryError:
-        return Trial(samples, changes, units, tokens)
+        pass
     except Exception as error:
-        raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
-    now = [list(tensor.shape) for tensor in own.tensors()]
-    if now != shapes:
-        raise Refused(f"{name}: a step changes the shape of its inputs, from {shapes} to {now}")
-    weights = own.model.named_parameters()
-    idle = [path for path, weight in weights if weight.requires_grad and weight.grad is None]
-    if idle and not idle_allowed:
-        flag = "--find-unused-parameters"
-        raise Refused(f"{name}: {idle[0]} receives no gradient; try {flag}")
-    return Trial(samples, changes, units, tokens)
+        cure = ""
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            cure = "; for a forward pass that takes the whole dict, return the batch as (dict,)"
+        raise Refused(f"{name}: {describe(error)}{place_of(error)}{cure}") from None
+    return trial._replace(changes=lines_about(changes))
 
 
 def without_rate(optimizer: torch.optim.Optimizer) -> None:
@@ -297,42 +342,69 @@ def without_rate(optimizer: torch.optim.Optimizer) -> None:
             raise ValueError(f"expected an optimizer with a learning rate, got {kind} (lr {rate})")
 
 
-def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
-    """Try a model on every rank and combine the results. All ranks call it. Ends the run if a rank
-    refuses the model or if batch sizes differ.
+def try_on_all(bench: Benchmark, names: list[str], seed: int, **options: Any) -> dict[str, Trial]:
+    """Try the user-defined models among --models on every rank. All ranks call it.
 
-    `samples` is None if the model fits into memory on no rank; `build` must then call `need_size`.
+    A model that any rank refuses, or whose batches differ between ranks, is removed from `names`:
+    rank 0 prints the reason, and the run ends with status 2 after it has measured the others. If
+    none is left, the run ends. seed: of this rank, before each call of a function. options: further
+    arguments of `try_own`. Returns the combined trials by name. Rank 0 prints the settings that a
+    model has changed.
     """
-    attempt = partial(try_own, name, bench.job.device, idle_allowed)
-    trial = bench.prepare("--model", attempt)
-    trials: list[Trial] = bench.job.broadcast(bench.job.gather(trial))
-    samples = [trial.samples for trial in trials]
-    if problem := uneven(name, samples):
-        bench.refuse(problem)
+    found: dict[str, Trial] = {}
+    problems: list[str] = []
+    for name in list(dict.fromkeys(filter(is_own, names))):
+        attempt = partial(attempt_own, name, bench.job.device, seed, options)
+        results = bench.job.broadcast(bench.job.gather(bench.prepare("--model", attempt)))
+        refusals = [result for result in results if isinstance(result, str)]
+        problem = refusals[0] if refusals else uneven(name, results)
+        if problem:
+            problems.append(f"--model {problem}")
+            names[:] = [other for other in names if other != name]
+        else:
+            found[name] = combined(bench, name, results)
+    if problems and not names:
+        bench.refuse(problems[0])
+    for problem in problems:
+        if bench.is_first:
+            bench.fail(problem, 2)
+    if len(found) > 1:
+        each = " or ".join(f"--model {shlex.quote(name)}" for name in found)
+        bench.commands.append(f"to measure a model in a process of its own: {each}")
+    return found
+
+
+def attempt_own(name: str, device: torch.device, seed: int, options: Any) -> Trial | str:
+    """Return the trial on this rank, or why the model is refused."""
+    torch.manual_seed(seed)
+    try:
+        return try_own(name, device, **options)
+    except ValueError as refused:
+        return str(refused)
+
+
+def combined(bench: Benchmark, name: str, trials: list[Trial]) -> Trial:
+    """Return the trial of all ranks. Rank 0 prints the settings that the model has changed."""
     for change in dict.fromkeys(change for trial in trials for change in trial.changes):
         ranks = [rank for rank, trial in enumerate(trials) if change in trial.changes]
         where = "" if len(ranks) == len(trials) else f" on rank {cut(ranks)}"
         bench.print(f"# {name} has changed {change}{where}")
-    units = [trial.units for trial in trials if trial.units is not None]
-    tokens = max(trial.tokens for trial in trials)
-    return Trial(next(filter(None, samples), None), [], units[0] if units else None, tokens)
+    fits = [trial for trial in trials if trial.lengths is not None]
+    first = next(iter(fits), trials[0])
+    return first._replace(changes=[], tokens=max(trial.tokens for trial in trials))
 
 
-def need_size(name: str, samples: int | None) -> None:
-    """Raise ValueError if the batch size is unknown although the model now fits into memory."""
-    if samples is None:
-        raise ValueError(
-            f"{name} did not fit into memory when its batch size was read; run it again"
-        )
-
-
-def uneven(name: str, samples: list[int | None]) -> str | None:
-    """Return why these batch sizes, by rank, are refused, or None: rates require equal ones. A size
-    is None if it is unknown."""
-    known = {rank: count for rank, count in enumerate(samples) if count is not None}
-    first = next(iter(known), 0)
-    others = [rank for rank, count in known.items() if count != known[first]]
-    if not others:
+def uneven(name: str, trials: list[Trial]) -> str | None:
+    """Return why these batches, by rank, are refused, or None: rates require equal sizes on all
+    ranks, if the sizes are known. A rank on which the model does not fit is not compared."""
+    known = {rank: trial for rank, trial in enumerate(trials) if trial.lengths is not None}
+    if all(trial.samples is None for trial in known.values()):
         return None
-    got = f"got {known[first]} on rank {first} and {known[others[0]]} on rank {cut(others)}"
-    return f"--model {name}: expected batches of the same size on all ranks, {got}"
+    first = next(iter(known))
+    for what in ("samples", "lengths"):
+        want = getattr(known[first], what)
+        if others := [rank for rank, trial in known.items() if getattr(trial, what) != want]:
+            got = f"got {want} on rank {first} and {getattr(known[others[0]], what)}"
+            got += f" on rank {cut(others)}"
+            return f"{name}: expected batches of the same size on all ranks, {got}"
+    return None

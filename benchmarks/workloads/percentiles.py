@@ -10,10 +10,11 @@ from harness.report import Case
 
 
 def percentile_columns(
-    prefix: str, unit: str, rate_unit: str, amount: Callable[[Case], float]
+    prefix: str, unit: str, rate_unit: str, amount: Callable[[Case], float | None]
 ) -> Columns:
     """Return columns for `{prefix}_p50_s` (or `{prefix}_s`, if that is the median), p75, p90 and
-    p95, each followed by the rate: amount / time, e.g. of the samples in a step."""
+    p95, each followed by the rate: amount / time, e.g. of the samples in a step; an amount
+    of None is unknown."""
 
     def value_of(name: str, case: Case) -> Any:
         is_median = name.endswith("_p50_s") and name not in case.metrics
@@ -26,7 +27,8 @@ def percentile_columns(
 
     def rate(name: str, case: Case) -> str:
         value = value_of(name, case)
-        return f"{amount(case) / number_of(value):.1f}" if value else "-"
+        count = amount(case)
+        return f"{count / number_of(value):.1f}" if value and count else "-"
 
     columns: Columns = {}
     for q in (50, 75, 90, 95):

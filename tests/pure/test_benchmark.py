@@ -1,5 +1,6 @@
 """harness/benchmark.py without a job: what happens before and after the blocks of a case."""
 
+import contextlib
 import gc
 import os
 import pty
@@ -45,6 +46,7 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
     groups = Mock(acquire=lambda ranks, subgroups: Mock(start_up_s={}), release=release)
     bench: Any = Mock(observers=[observer], groups=groups, job=Mock(rank=3))
     bench.release = partial(Benchmark.release, bench)
+    bench.around_case = contextlib.nullcontext
     monkeypatch.setattr(benchmark, "gpu_is_lost", lambda device: False)
     gc.disable()
     assert Benchmark.attempt(bench, {}, build, (0, 3), ((0, 3),), StopRule()) is None

@@ -1,5 +1,6 @@
 """benchmarks/workloads/own_model.py: functions of users, and what is refused."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -7,22 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.workloads import own_model
 from benchmarks.workloads.own_model import (
     Trial,
     leaves_of,
     make_own,
-    need_size,
     parameters_of,
     try_own,
     uneven,
     without_rate,
 )
+from benchmarks.workloads.process_settings import differences, read_settings, restored
 
 CPU = torch.device("cpu")
 USERS = """
 import os
 import sys
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -42,7 +45,7 @@ def sized(device, samples=2, width=4):
     return trio(samples, width)
 
 
-def no_tuple(device):
+def alone(device):
     return nn.Linear(4, 1), torch.ones(2, 4), torch.sum
 
 
@@ -164,6 +167,78 @@ class Large(nn.Linear):
 
 def fills_the_gpu_in_forward(device):
     return Large(4, 1), (torch.ones(2, 4),), torch.sum
+
+
+def sets_everything(device):
+    torch.autograd.set_detect_anomaly(True)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.mkldnn.enabled = False
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_autocast_enabled("cpu", True)
+    os.environ["MINE"] = "1"
+    sys.stdout = open(os.devnull, "w")
+    return trio()
+
+
+class Takes(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch if isinstance(batch, torch.Tensor) else batch.x)
+
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+    edges: torch.Tensor
+
+
+class Data:  # like PyG's Data: moves by .to, and is not a dataclass
+    def __init__(self, x):
+        self.x = x
+
+
+def graph(device):
+    return Takes(4, 1), Graph(torch.ones(10, 4), torch.ones(2, 30)), torch.sum
+
+
+def one_class(device):
+    return Takes(4, 1), (Graph(torch.ones(6, 4), torch.ones(6)),), torch.sum
+
+
+def data(device, samples=None):
+    batch = (Data(torch.ones(10, 4)),)
+    return {"model": Takes(4, 1), "args": batch, "loss": torch.sum, "samples": samples}
+
+
+def no_samples(device):
+    return data(device, samples="many")
+
+
+def jagged(device):
+    parts = [torch.ones(2, 4), torch.ones(5, 4), torch.ones(1, 4)]
+    batch = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    return Takes(4, 1), batch, lambda y: y.values().sum()
+
+
+def one_dict(device):
+    return Takes(4, 1), {"image": torch.ones(2, 4)}, torch.sum
+
+
+class Masked(nn.Linear):
+    def forward(self, mask, x):
+        return super().forward(x)
+
+
+def masked(device):
+    return Masked(4, 1), {"mask": torch.ones(1, 4), "x": torch.ones(8, 4)}, torch.sum
+
+
+sizes = iter([64, 640])
+
+
+def grows_by_call(device):
+    return trio(next(sizes))
 """
 
 
@@ -176,6 +251,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(own_model, "SHAPES", {})
+    monkeypatch.setattr(own_model, "IMPORTED", {})
     for name in ("users", "leaving", "unfinished"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
@@ -187,7 +264,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nowhere:gpt", "cannot import nowhere: No module named 'nowhere'; e.g. my"),
         ("tests.own_models:gtp", "own_models.py has no function 'gtp'; did you mean gpt"),
         ("tests.own_models:model_alone", "a tuple or a dict with tensors), a function; got Linear"),
-        ("users:no_tuple", "tensors), a function; got Linear, Tensor, builtin_function_or_method"),
+        (
+            "users:one_dict",
+            "keyword argument 'image'; for a forward pass that takes the whole dict, ret",
+        ),
+        ("users:no_samples", "expected a number of samples above 0, got 'many'; e.g. 32"),
         ("users:no_tensor", "a function; got no tensor in the batch"),
         ("users:other_key", "got the key 'modle'; did you mean model?"),
         ("users:no_model", "expected a dict with model, loss and args or kwargs (model, args, "),
@@ -197,20 +278,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("users:fine?width=8", "expected parameters none, got 'width'"),
         ("users:sized?width", "expected parameters as in 'my_model:make?batch=16&layers=4', got"),
         ("tests.own_models:vector", "expected a loss that is a scalar, got [3, 4]"),
-        ("tests.own_models:idle", "1.weight receives no gradient; try --find-unused-"),
+        ("tests.own_models:idle", "1.weight receives no gradient; try --find-unused-parameters or"),
         ("./users:fine", "expected package.module:function, got './users:fine'; e.g. my_model:"),
         (".users:fine", "expected package.module:function, got '.users:fine'; e.g. my_model:"),
         ("..:x", "expected package.module:function, got '..:x'; e.g. my_model:"),
         (":fine", "expected package.module:function, got ':fine'; e.g. my_model:"),
         ("users:", "users.py has no function ''"),
         ("users:number", "users.py has no function 'number', but a value of type int"),
-        ("users:exits", "users:exits: SystemExit: 0 (users.py:57)"),
-        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:61)"),
-        ("users:exits_in_forward", "SystemExit: enough (users.py:102)"),
+        ("users:exits", "users:exits: SystemExit: 0 (users.py:58)"),
+        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:62)"),
+        ("users:exits_in_forward", "SystemExit: enough (users.py:103)"),
         ("leaving:f", "leaving:f: SystemExit: from the module (leaving.py:1)"),
         ("unfinished:f", "unfinished:f: SyntaxError: invalid syntax (unfinished.py, line 1)"),
-        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:65)"),
-        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:69)"),
+        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:66)"),
+        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:70)"),
         ("users:wrong_shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("users:empty", "expected a batch of at least 1 sample, got [0, 4]"),
         ("users:no_batch", "expected a batch of at least 1 sample, got []"),
@@ -243,7 +324,7 @@ def test_settings_of_the_process_are_restored(function: str, change: str) -> Non
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert try_own(f"users:{function}", CPU) == Trial(2, [change])
+        assert try_own(f"users:{function}", CPU) == Trial(2, [change], lengths=[2])
         assert torch.get_num_threads() == 1
         assert torch.get_default_dtype() == torch.float32
         assert torch.is_grad_enabled()
@@ -252,32 +333,103 @@ def test_settings_of_the_process_are_restored(function: str, change: str) -> Non
         torch.set_num_threads(threads)
 
 
-def test_changes_of_folder_and_path_are_kept_and_named(folder: Path) -> None:
-    moved = f"the working directory from {folder} to {folder / 'elsewhere'}; this persists"
-    assert try_own("users:moves", CPU) == Trial(2, [moved, "sys.path (/a/library); this persists"])
-    assert Path.cwd() == folder / "elsewhere"
-    assert try_own("users:fine", CPU) == Trial(2, [])
+def test_settings_of_a_model_apply_to_its_cases() -> None:
+    """All that the function has set applies until the end of a case; nothing applies after it."""
+    own_model.search_working_directory()
+    before = read_settings()
+    with restored():
+        make_own("users:sets_everything", CPU)
+        assert torch.is_anomaly_enabled()
+        assert not torch.backends.mkldnn.enabled
+        assert os.environ["MINE"] == "1"
+        assert sys.stdout is before["standard output"]  # of which the rows of the table are printed
+    assert differences(before, read_settings()) == {}
+    changes = try_own("users:sets_everything", CPU).changes
+    assert differences(before, read_settings()) == {}
+    names = [change.split(" from ")[0].partition(";")[0] for change in changes]
+    backends = [f"torch.backends.{x}" for x in ("cudnn.benchmark", "mkldnn.enabled")]
+    assert set(names) == {
+        *("the anomaly mode", "the deterministic mode", "the float32 matmul precision"),
+        *("the autocast of cpu", *backends, "torch.backends.cuda.flash_sdp"),
+        *("the standard output", "environment variables (MINE)"),
+    }
+    assert "the anomaly mode from False to True; it applies to this model only" in changes
+
+
+def test_settings_of_an_import_apply_to_later_calls(folder: Path) -> None:
+    """A module is imported once."""
+    (folder / "imported.py").write_text(
+        "import os, torch, users\nos.environ['AT_IMPORT'] = '1'\n"
+        "torch.backends.cudnn.benchmark = True\nfine = users.fine\n"
+    )
+    assert len(try_own("imported:fine", CPU).changes) == 2
+    assert "AT_IMPORT" not in os.environ
+    with restored():
+        make_own("imported:fine", CPU)
+        assert os.environ["AT_IMPORT"] == "1"
+        assert torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_changes_of_folder_and_path_apply_to_each_call(folder: Path) -> None:
+    moved = f"the working directory from {folder} to {folder / 'elsewhere'}"
+    lines = [f"{what}; it applies to this model only" for what in (moved, "sys.path (/a/library)")]
+    for _ in range(2):
+        assert try_own("users:moves", CPU).changes == lines
+        assert Path.cwd() == folder
+
+
+@pytest.mark.parametrize(
+    ("function", "samples", "lengths"),
+    [
+        ("alone", 2, [2]),
+        ("graph", None, [10, 2]),
+        ("one_class", 6, [6, 6]),
+        ("data", None, []),
+        ("data?samples=12", 12, []),
+        ("jagged", 3, [3]),
+        ("masked", 8, [1, 8]),
+    ],
+)
+def test_batches_of_all_kinds(function: str, samples: int | None, lengths: list[int]) -> None:
+    """The number of samples is what all tensors share, or unknown."""
+    trial = try_own(f"users:{function}", CPU, idle_allowed=False)
+    assert (trial.samples, trial.lengths) == (samples, lengths)
+
+
+def test_a_batch_of_another_size_than_in_the_first_call() -> None:
+    """A rate would be computed from 64 samples, and the step would train 640."""
+    assert try_own("users:grows_by_call", CPU).samples == 64
+    with pytest.raises(
+        ValueError, match=r"equal shapes in all calls, got \[64, 4\] first and \[640"
+    ):
+        make_own("users:grows_by_call", CPU)
 
 
 def test_a_model_that_does_not_fit_fails_its_cases() -> None:
     """The cases fail with the reason, and other models are measured. The model may fit on some
     ranks."""
     assert try_own("users:fills_the_gpu", CPU) == Trial(None, [])
-    assert try_own("users:fills_the_gpu_in_forward", CPU) == Trial(2, [])
+    assert try_own("users:fills_the_gpu_in_forward", CPU).samples == 2
     with pytest.raises(torch.OutOfMemoryError):
         make_own("users:fills_the_gpu", CPU)
-    need_size("mine:f", 2)
-    with pytest.raises(ValueError, match="mine:f did not fit into memory when its"):
-        need_size("mine:f", None)
+
+
+def uneven_of(*batches: list[int] | None) -> str | None:
+    """`uneven` of ranks whose tensors have these first dimensions, the last one the samples."""
+    known = [Trial(None, []) if b is None else Trial(b[-1] or None, [], lengths=b) for b in batches]
+    return uneven("mine:f", known)
 
 
 def test_batches_of_different_sizes_are_refused() -> None:
-    assert uneven("mine:f", [3, 3, 3]) is None
-    line = "--model mine:f: expected batches of the same size on all ranks, got 3 on rank 0 and "
-    assert uneven("mine:f", [3, 3000, 3, 3000]) == f"{line}3000 on rank 1, 3"
-    assert uneven("mine:f", [None, 3, None]) is uneven("mine:f", [None, None]) is None
-    unknown = uneven("mine:f", [None, 3, 4]) or ""
-    assert unknown.endswith("got 3 on rank 1 and 4 on rank 2")
+    """All tensors are compared. Unknown sizes (0 here) are not, nor a rank without memory."""
+    assert uneven_of([3], [3]) is uneven_of([3], None, [3]) is uneven_of(None, None) is None
+    assert uneven_of([5, 0], [7, 0]) is None
+    line = "mine:f: expected batches of the same size on all ranks, got 3 on rank 0 and "
+    assert uneven_of([1, 3], [1, 3000], [1, 3], [1, 3000]) == f"{line}3000 on rank 1, 3"
+    assert (uneven_of(None, [9, 3], [8, 3]) or "").endswith(
+        "got [9, 3] on rank 1 and [8, 3] on rank 2"
+    )
 
 
 def test_parameters_in_the_name() -> None:
@@ -285,17 +437,17 @@ def test_parameters_in_the_name() -> None:
     parameters = {"batch": 16, "rate": 1e-3, "rope": True, "cache": False, "kind": "tiny one"}
     assert parameters_of(name) == ("a.b", "make", parameters | {"empty": ""})
     assert parameters_of("a:make") == ("a", "make", {})
-    assert try_own("users:sized?samples=3&width=2", CPU) == Trial(3, [])
+    assert try_own("users:sized?samples=3&width=2", CPU) == Trial(3, [], lengths=[3])
 
 
 def test_a_batch_of_keyword_arguments() -> None:
     """A batch like that of Hugging Face: nested, with values that are not tensors. 4 x 5 tokens."""
     name = "tests.own_models:batch_of_transformers?batch=4&long=true"
-    assert try_own(name, CPU, idle_allowed=False) == Trial(4, [], tokens=20)
+    assert try_own(name, CPU, idle_allowed=False) == Trial(4, [], tokens=20, lengths=[4, 4])
     own = make_own(name, CPU)
     assert own.tokens() == 20
     assert (own.args, list(own.kwargs)) == ((), ["input_ids", "extra", "use_cache"])
-    assert [list(tensor.shape) for tensor in own.tensors()] == [[4, 5], [4, 1, 1]]
+    assert own.shapes() == [[4, 5], [4, 1, 1]]
     assert [key for key, _ in leaves_of(own.kwargs)] == ["input_ids", "masks"]
 
 
