@@ -67,7 +67,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
 from benchmarks.workloads.memory import peak, start_peak
-from benchmarks.workloads.own_model import is_own, make_own, try_on_all, without_rate
+from benchmarks.workloads.own_model import (
+    check_hook,
+    is_own,
+    make_hook,
+    make_own,
+    try_on_all,
+    without_rate,
+)
 from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
 from benchmarks.workloads.process_settings import restored
@@ -155,10 +162,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--comm-hook",
-        type=list_of(str, tuple(HOOKS)),
+        type=list_of(hook_name),
         default=["none"],
         metavar="H",
-        help=f"DDP communication hooks: {', '.join(HOOKS)} (default: none, DDP's own all-reduce)",
+        help=f"DDP communication hooks: {', '.join(HOOKS)}, or your own package.module:function "
+        "(default: none, DDP's own all-reduce)",
     )
     dtypes = list_of(str, (*PRECISION, "bf16"))
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=DTYPE_HELP)
@@ -213,8 +221,17 @@ def ranks_or_nodes(text: str) -> int | str:
     return text if text == "nodes" else int(cli.positive_int(text))
 
 
+def hook_name(text: str) -> str:
+    """Return an entry of --comm-hook."""
+    if text not in HOOKS and not is_own(text):
+        advice = cli.suggest(text, HOOKS).lstrip("; ") or "e.g. bf16 or package.module:function"
+        cli.raise_invalid(f"one of {', '.join(HOOKS)}", repr(text), advice)
+    return text
+
+
 class Setting(NamedTuple):
-    """How DDP averages gradients: its `bucket_cap_mb`, and the name of a hook in HOOKS.
+    """How DDP averages gradients: its `bucket_cap_mb`, and the name of a hook: in HOOKS, or the
+    user's own.
 
     bucket_mb: in MiB, or `default` if the argument is not passed.
     """
@@ -271,6 +288,7 @@ HOOKS: dict[str, Any] = {  # DDP communication hooks, which average the gradient
     "bf16": default_hooks.bf16_compress_hook,
     "powersgd": powerSGD_hook.powerSGD_hook,  # matrix_approximation_rank=1
 }
+EXACT = HOOKS.keys() - {"powersgd"}  # they average, up to rounding
 Step = Callable[[], object]
 # positional and keyword arguments of the forward pass, and a function from the output to the loss
 Batch = tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor]]
@@ -345,7 +363,9 @@ def wrap(
     state: Any = group
     if hook == "powersgd":  # by default the first 1,000 steps are not compressed; 2 is the minimum
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
-    if hook != "none":
+    if is_own(hook):
+        ddp.register_comm_hook(*make_hook(hook, group))
+    elif hook != "none":
         ddp.register_comm_hook(state, HOOKS[hook])
     return ddp
 
@@ -448,7 +468,8 @@ def known_reason(
             "DDP of torch fails with --static-graph and --accumulate above 1 "
             "(github.com/pytorch/pytorch/issues/187732); use only one of them"
         )
-    for name, parameter in model.named_parameters():
+    for path, parameter in model.named_parameters():
+        name = path.removeprefix("module.")
         if default_optimizer and parameter.grad is not None and parameter.grad.is_sparse:
             return (
                 f"the gradient of {name} is sparse, which the default optimizer, SGD with weight "
@@ -479,8 +500,8 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
         # buckets and hooks do not affect a step without averaging, so one replica is sufficient
         parts["local compute"] = first.make_step(model, first.batch, average=False)
         if key["ranks"] > 1:
-            # powersgd cannot be timed alone, see average_alone
-            if not others and settings[0].hook != "powersgd":
+            # see average_alone; a hook of the user's may need more of a bucket than its buffer
+            if not others and settings[0].hook in HOOKS and settings[0].hook != "powersgd":
                 parts["alone"] = average_alone(model, settings[0].hook)
             one_rank: Replica | None = None
             size = key["global_batch"] or key["batch_size"]
@@ -529,12 +550,15 @@ def compare_with_mean(replica: Replica, group: Group) -> str | None:
     """Compute gradients and compare those of DDP with the mean over ranks of the local ones.
 
     The mean is computed over the control group, from at most SAMPLED evenly spaced values of each
-    gradient. powersgd only approximates gradients of two or more dimensions, which are not
-    compared. Returns a description of the first difference, or None.
+    gradient. powersgd only approximates gradients of two or more dimensions, and a hook of the
+    user's may approximate all: these are not compared. Returns a description of the first
+    difference, or None.
     """
     setting, named = replica.setting, dict[str, nn.Parameter]()
     for name, parameter in replica.model.named_parameters():
-        exact = setting and (setting.hook != "powersgd" or parameter.dim() < 2)
+        exact = setting and (
+            setting.hook in EXACT or (setting.hook in HOOKS and parameter.dim() < 2)
+        )
         if parameter.requires_grad and exact:
             named[name.removeprefix("module.")] = parameter
     local = {name: torch.zeros_like(sample(p)) for name, p in named.items()}
@@ -947,6 +971,8 @@ def main() -> int:
         sizes = sizes_of(args.world_sizes, job.world_size, job.local_world_size)
         if problem := invalid_sizes(args, job.world_size, sizes):
             bench.refuse(problem)
+        for hook in filter(is_own, args.comm_hook):
+            bench.prepare("--comm-hook", partial(check_hook, hook))
         # DDP trains a model with unused parameters under each of these options
         idle_allowed = args.find_unused_parameters or args.static_graph
         trials = try_on_all(bench, args.models, job.rank, idle_allowed=idle_allowed)

@@ -145,6 +145,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     import torchvision  # takes seconds to import, so not before the first lines of output
 
     known = torchvision.models.list_models(module=torchvision.models)
+    if ":" in args.model:  # as in other scripts
+        parser.error(
+            f"--model: expected a torchvision model, got {args.model!r}, your own: this script "
+            "reads images only; put your step and your dataset into examples/input_wait.py, which "
+            "measures how long they wait"
+        )
     if args.model not in known:
         hint = cli.suggest(args.model, known) or f"; e.g. {known[0]}"
         parser.error(f"--model: unknown model '{args.model}'{hint}")

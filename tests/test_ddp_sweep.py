@@ -330,6 +330,28 @@ def test_interleaved_settings(bench: Callable[..., Any]) -> None:
 
 
 @smoke
+def test_hooks_of_ones_own(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with the group as its state, one that is made with a parameter."""
+    (tmp_path / "hooks.py").write_text(
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook\n"
+        "def plain(state, bucket):\n    return allreduce_hook(state, bucket)\n"
+        "def make(group, rank=1):\n    assert rank == 4\n    return group, plain\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    hooks = "none,hooks:plain,hooks:make?rank=4"
+    flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--interleave")
+    run = bench(SCRIPT, *SHORT, *flags, "--comm-hook", hooks)
+    assert run.status == 0, run.err
+    case = run.report.cases[-1]
+    labels = [f"default {hook}" for hook in hooks.split(",")]
+    assert case.key["settings"] == ", ".join(labels)
+    assert list(case.samples_s) == ["step", *labels[1:], "local compute", "no ddp"]
+    assert case.check == "passed"
+
+
+@smoke
 def test_settings_that_do_not_fit_into_memory_are_a_failed_row(bench: Callable[..., Any]) -> None:
     """The second replica does not fit on rank 1."""
     flags = ("--model", "tests.own_models:gpt", "--comm-hook", "none,fp16", "--interleave")

@@ -166,27 +166,9 @@ def make_own(
     there is no such function, if its return value has another form, or if the batch has other
     shapes than in the first call of this process, with which it would be compared.
     """
-    module_name, function_name, parameters = parameters_of(name)
     search_working_directory()
     with restored(*AT_ONCE, changes=changes), contained(name):
-        before = read_settings()
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            reason = f"{name}: cannot import {module_name}: {error}; e.g. my_model:make"
-            raise Refused(reason) from None
-        changed = differences(before, read_settings())
-        IMPORTED.setdefault(module_name, {word: new for word, (_, new) in changed.items()})
-        apply_settings(IMPORTED[module_name])  # later calls import nothing
-        function = getattr(module, function_name, None)
-        if not callable(function):
-            others = (word for word in vars(module) if callable(getattr(module, word)))
-            near = suggest(function_name, others)
-            file = getattr(module, "__file__", None) or module_name
-            got = f", but a value of type {type(function).__name__}" if function else ""
-            raise Refused(f"{name}: {file} has no function {function_name!r}{got}{near}")
-        if parameters:
-            refuse_unknown(name, function, parameters)
+        function, parameters = find_function(name)
         returned = function(device, **parameters)
     own = own_of(name, returned)
     if (shapes := own.shapes()) != SHAPES.setdefault(name, shapes):
@@ -196,6 +178,56 @@ def make_own(
             f"and {now} now"
         )
     return own
+
+
+def find_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the function that `package.module:function?...` names, and its parameters. Settings
+    that the import changes are applied in each call. Raises ValueError if there is none."""
+    module_name, function_name, parameters = parameters_of(name)
+    before = read_settings()
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        reason = f"{name}: cannot import {module_name}: {error}; e.g. my_model:make"
+        raise Refused(reason) from None
+    changed = differences(before, read_settings())
+    IMPORTED.setdefault(module_name, {word: new for word, (_, new) in changed.items()})
+    apply_settings(IMPORTED[module_name])  # later calls import nothing
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        others = (word for word in vars(module) if callable(getattr(module, word)))
+        near = suggest(function_name, others)
+        file = getattr(module, "__file__", None) or module_name
+        got = f", but a value of type {type(function).__name__}" if function else ""
+        raise Refused(f"{name}: {file} has no function {function_name!r}{got}{near}")
+    if parameters:
+        refuse_unknown(name, function, parameters)
+    return function, parameters
+
+
+def make_hook(name: str, group: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the state and the function of a user's DDP communication hook.
+
+    `module:hook` is the hook itself, and its state is the process group. `module:function?rank=4`
+    calls the function with the group and these parameters; it returns the state and the hook.
+    """
+    search_working_directory()
+    with restored(*AT_ONCE), contained(name):
+        function, parameters = find_function(name)
+        if "?" not in name:
+            return group, function
+        made = function(group, **parameters)
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+        got = type(made).__name__
+        raise Refused(f"{name}: expected a state and a hook, (state, function), got a {got}")
+    return made
+
+
+def check_hook(name: str) -> None:
+    """Raise ValueError if a name is not that of a user's hook; imports its module."""
+    search_working_directory()
+    with restored(), contained(name):
+        find_function(name)
 
 
 def search_working_directory() -> None:
