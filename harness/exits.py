@@ -64,6 +64,13 @@ def refuse_worlds_of_one() -> None:
         # Kubeflow Trainer sets them in each pod (kubeflow/trainer#3930), which has its own log
         sets = "PET_NNODES={} and PET_NPROC_PER_NODE={} configure torchrun".format(*of_torchrun)
         refuse(f"{sets}, but python was started; start torchrun with this script", prints=True)
+    if cloud := cloud_nodes():
+        name, nodes = cloud
+        refuse(
+            f"{name} lists {nodes} nodes, but each would run as a world of its own; start torchrun "
+            f"on each node, with --nnodes {nodes}, or measure a node alone with env -u {name}",
+            prints=True,  # each node has its own log
+        )
     launchers = read_launchers()
     ranks = ["RANK", *(rank for rank, _ in launchers)]
     for _, size in launchers:
@@ -74,6 +81,20 @@ def refuse_worlds_of_one() -> None:
                 "(a task per rank) or launch/mpi_env.sh (mpirun, mpiexec, flux)",
                 prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
             )
+
+
+def cloud_nodes() -> tuple[str, int] | None:
+    """Return the variable in which SkyPilot, SageMaker or Vertex AI lists several nodes, and their
+    number. These services start the same command on each node."""
+    for name in ("SKYPILOT_NUM_NODES", "SM_HOSTS", "CLUSTER_SPEC"):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
+            value = json.loads(os.environ.get(name, ""))
+            if name == "CLUSTER_SPEC":  # {"cluster": {"workerpool0": ["host:port"], ...}, ...}
+                value = [host for pool in value["cluster"].values() for host in pool]
+            nodes = len(value) if isinstance(value, list) else int(value)
+            if nodes > 1:
+                return name, nodes
+    return None
 
 
 def is_on_one_node() -> bool:

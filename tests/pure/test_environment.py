@@ -270,6 +270,25 @@ def test_python_instead_of_torchrun(
     assert f"{said} configure torchrun, but python was started; start torchrun" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SKYPILOT_NUM_NODES", "3"),
+        ("SM_HOSTS", '["algo-1", "algo-2", "algo-3"]'),
+        ("CLUSTER_SPEC", '{"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}}'),
+    ],
+)
+def test_nodes_of_a_cloud(name: str, value: str, alone: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Not with one node, nor for a variable of another form, nor once torchrun joins the nodes."""
+    for other in ("1", '["algo-1"]', '{"cluster": {"workerpool0": ["a:1"]}}', "{}", "null", "x"):
+        alone.setenv(name, other)
+        exits.refuse_worlds_of_one()
+    line = one_world(alone, capsys, **{name: value})
+    assert f"{name} lists 3 nodes, but each would run as a world of its own; start torchr" in line
+    alone.setenv("RANK", "0")
+    exits.refuse_worlds_of_one()
+
+
 @pytest.mark.parametrize("size", [size for _, size in exits.read_launchers()])
 def test_tasks_of_a_launcher_without_its_wrapper(
     size: str, alone: pytest.MonkeyPatch, capsys: Any
