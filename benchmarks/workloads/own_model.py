@@ -31,7 +31,9 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads.process_settings import (
     AT_ONCE,
@@ -111,6 +113,21 @@ def leaves_of(value: Any, name: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, (tuple, list)):
         return [leaf for entry in value for leaf in leaves_of(entry, name)]
     return [] if isinstance(value, PLAIN) else [(name, value)]
+
+
+class Communication(TorchDispatchMode):
+    """Collects the names of the collectives, sends and receives that run in it. Communication that
+    C++ code starts without torch's dispatcher is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("_"):
+            self.ops.add(name.rstrip("_"))
+        return func(*args, **(kwargs or {}))
 
 
 class Trial(NamedTuple):
@@ -329,11 +346,18 @@ def try_own(
                 layers_of and len(layers_of(own.model)),
                 [] if own.stated_samples else [shape[0] for shape in shapes if shape],
             )
-            value = own.loss(own.model(*own.args, **own.kwargs))
+            with Communication() as communication:
+                value = own.loss(own.model(*own.args, **own.kwargs))
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    value.backward()
+            if communication.ops and dist.get_world_size() > 1:
+                raise Refused(
+                    f"{name}: its step communicates ({cut(sorted(communication.ops))}), and some "
+                    "cases run on a single rank; expected a step without communication"
+                )
             if not isinstance(value, Tensor) or value.numel() != 1:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise Refused(f"{name}: expected a loss that is a scalar, got {got}")
-            value.backward()
             if own.optimizer:
                 without_rate(own.optimizer(own.model.parameters()))
             if (now := own.shapes()) != shapes:

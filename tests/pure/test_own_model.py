@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.workloads import own_model
 from benchmarks.workloads.own_model import (
@@ -28,6 +29,8 @@ import threading
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 number = 3
@@ -234,6 +237,29 @@ def masked(device):
     return Masked(4, 1), {"mask": torch.ones(1, 4), "x": torch.ones(8, 4)}, torch.sum
 
 
+def reduces(y):
+    dist.all_reduce(y.detach())
+    return y.sum()
+
+
+def functional(y):
+    return funcol.all_reduce(y.sum(), "sum", dist.group.WORLD)
+
+
+def waits(y):
+    dist.barrier()
+    return y.sum()
+
+
+def in_backward(y):
+    y.register_hook(lambda gradient: reduces(gradient) * gradient)
+    return y.sum()
+
+
+def communicates(device, how):
+    return nn.Linear(4, 1), torch.ones(2, 4), globals()[how]
+
+
 sizes = iter([64, 640])
 
 
@@ -285,13 +311,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (":fine", "expected package.module:function, got ':fine'; e.g. my_model:"),
         ("users:", "users.py has no function ''"),
         ("users:number", "users.py has no function 'number', but a value of type int"),
-        ("users:exits", "users:exits: SystemExit: 0 (users.py:58)"),
-        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:62)"),
-        ("users:exits_in_forward", "SystemExit: enough (users.py:103)"),
+        ("users:exits", "users:exits: SystemExit: 0 (users.py:60)"),
+        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:64)"),
+        ("users:exits_in_forward", "SystemExit: enough (users.py:105)"),
         ("leaving:f", "leaving:f: SystemExit: from the module (leaving.py:1)"),
         ("unfinished:f", "unfinished:f: SyntaxError: invalid syntax (unfinished.py, line 1)"),
-        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:66)"),
-        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:70)"),
+        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:68)"),
+        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:72)"),
         ("users:wrong_shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("users:empty", "expected a batch of at least 1 sample, got [0, 4]"),
         ("users:no_batch", "expected a batch of at least 1 sample, got []"),
@@ -395,6 +421,23 @@ def test_batches_of_all_kinds(function: str, samples: int | None, lengths: list[
     """The number of samples is what all tensors share, or unknown."""
     trial = try_own(f"users:{function}", CPU, idle_allowed=False)
     assert (trial.samples, trial.lengths) == (samples, lengths)
+
+
+@pytest.mark.parametrize("how", ["reduces", "functional", "waits", "in_backward"])
+def test_a_model_that_communicates_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`no ddp` would run its collective on one rank. In a world of one, it may."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    name = f"users:communicates?how={how}"
+    try:
+        assert try_own(name, CPU).samples == 2
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+        with pytest.raises(
+            ValueError, match=r"its step communicates \((allreduce|all_reduce|barrier)"
+        ):
+            try_own(name, CPU)
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
 
 
 def test_a_batch_of_another_size_than_in_the_first_call() -> None:

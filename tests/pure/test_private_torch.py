@@ -10,6 +10,7 @@ RECORDER = {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_
 # The private names in each file. They were tried with torch 2.11, 2.14 and 2.15. If a new version
 # of torch breaks one, this list shows the other files that use it.
 PRIVATE: dict[str, set[str]] = {
+    "benchmarks/workloads/own_model.py": {"_python_dispatch"},
     "benchmarks/checkpoint_sweep.py": {"_pytree"},
     "benchmarks/compile_sweep.py": {"_checkpoint", "_dynamo", "_inductor"},
     "benchmarks/ddp_sweep.py": {"_get_ddp_logging_data"},
