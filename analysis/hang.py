@@ -18,6 +18,7 @@ docs/hang.md lists the messages that are understood. BSD-3-Clause.
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,9 @@ from harness import files
 from harness.cli import Parser, cut, positive_int
 from harness.exits import NO_VERDICT
 from harness.traces import rank_in_name
+
+# a dump as JSON; a log may begin with a brace, too
+IS_DUMP = re.compile(rb'\s*\{.{,2000}"(?:entries|pg_config|pg_status)"', re.DOTALL)
 
 
 class Finding(NamedTuple):
@@ -52,14 +56,18 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
     findings = [finding for finding in groups if finding]
     named = [finding for finding in findings if finding.ranks]
     died = ended_by_themselves(evidence)
-    if prints := evidence.fingerprints:
-        text, ranks = different(prints, prints)
-        return Finding(f"the ranks called different collectives: {text}", ranks)
+    if evidence.fingerprints:
+        return of_fingerprints(evidence)
     if named:
         return with_exit(named[0], died)
     if evidence.missing:
         ranks = tuple(sorted(evidence.missing))
         return Finding(f"{ranks_text(ranks)} did not reach a monitored barrier", ranks)
+    if evidence.in_group:
+        return Finding(
+            "cannot tell which rank: no line tells the global ranks of the group in "
+            f"{cut(sorted(evidence.in_group))}"
+        )
     if evidence.own:
         return of_own_message(evidence.own)
     if evidence.wrong_size:
@@ -69,6 +77,15 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
         )
     if evidence.waiting:
         return of_gloo(evidence.waiting, everyone)
+    if evidence.unmatched and not findings:
+        return Finding(
+            f"cannot tell which rank: {ranks_text(sorted(evidence.unmatched))} timed out in "
+            f"a send, a receive or a batch of them, which are not matched"
+        )
+    if len(first := [exit for exit in died if exit.is_root and exit.time == died[0].time]) > 1:
+        return Finding(
+            f"cannot tell which rank ended first: {', '.join(exit_text(exit) for exit in first)}"
+        )
     if died:
         return Finding(
             f"{exit_text(died[0])}, before any other rank; no rank hung", (died[0].rank,)
@@ -86,10 +103,30 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
 def ended_by_themselves(evidence: Evidence) -> list[Exit]:
     """Return the failed ranks of torchrun's summary that no other failure explains: not those that
     torchrun ended (SIGTERM), or that lost a peer or timed out, or that torch's watchdog aborted."""
-    victims = {*evidence.waiting, *evidence.lost}
+    victims = {-1, *evidence.waiting, *evidence.lost, *evidence.unmatched}
     for states in evidence.states.values():
         victims |= states.keys()
-    return [exit for exit in evidence.exits if exit.status != -15 and exit.rank not in victims]
+    ended = [e for e in evidence.exits if e.status not in (0, -15) and e.rank not in victims]
+    return sorted(ended, key=lambda exit: (exit.time, not exit.is_root))
+
+
+def of_fingerprints(evidence: Evidence) -> Finding:
+    """Return the conclusion from TORCH_DISTRIBUTED_DEBUG=DETAIL: which ranks called what.
+
+    Within a group, only the rank that prints a line is known by its global number.
+    """
+    own = evidence.fingerprints
+    prints = own if evidence.in_group else {**evidence.of_peers, **own}
+    calls = {rank: call for rank, (call, _) in prints.items()}
+    if len(set(calls.values())) == 1:
+        calls = {rank: ", ".join(filter(None, both)) for rank, both in prints.items()}
+    text, ranks = different(calls, calls)
+    if len(set(calls.values())) > 1:
+        return Finding(f"the ranks called different collectives: {text}", ranks)
+    return Finding(
+        f"cannot tell which rank: ranks called different collectives, but only one call is known: "
+        f"{text}"
+    )
 
 
 def of_group(evidence: Evidence, group: str, everyone: set[int]) -> Finding | None:
@@ -112,14 +149,16 @@ def of_group(evidence: Evidence, group: str, everyone: set[int]) -> Finding | No
     wait = f"in which {ranks_text(sorted(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
     if group in evidence.unnumbered and group != "0":
         return Finding(f"cannot tell which rank: no line tells the global ranks of {what}, {wait}")
-    elsewhere = {
+    elsewhere = evidence.unmatched | {
         rank
         for other, of_other in evidence.states.items()
         for rank, state in of_other.items()
         if other != group and state.call
     }
     behind = [
-        rank for rank, s in sorted(states.items()) if s.enqueued < seq and rank not in elsewhere
+        rank
+        for rank, state in sorted(states.items())
+        if state.enqueued < seq and rank not in calls and rank not in elsewhere
     ]
     is_default = group == "0" or evidence.names.get(group) == "default_pg"
     members = evidence.members.get(group) or (everyone if is_default else set())
@@ -220,12 +259,12 @@ def read(path: str, evidence: Evidence) -> None:
     """Read a log, or a dump of the flight recorder. Raises OSError or ValueError."""
     try:
         data = bytes(files.read(path))
-        if not data.startswith((b"\x80", b"{")):
+        if not (data[:1] == b"\x80" or IS_DUMP.match(data)):
             evidence.add_lines(data.decode(errors="replace").splitlines())
             return
         content = json.loads(data) if data[:1] == b"{" else files.plain_pickle(data)
         rank = content.get("rank", rank_in_name(path))
-        if rank is None:
+        if not isinstance(rank, int):
             raise ValueError("a dump without a rank in its name; e.g. nccl_trace_rank_0")
         evidence.add_dump(content, rank)
     except (ValueError, TypeError, LookupError, AttributeError, EOFError) as error:

@@ -24,6 +24,8 @@ OP_TYPES = {  # torch's names in WorkNCCL(...) -> functions of torch.distributed
     "_all_gather_base": "all_gather_into_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
 }
+# sends, receives and batches of them: their numbers differ between ranks, so they are not compared
+UNMATCHED = {"SEND", "RECV", "RECVANYSOURCE", "COALESCED"}
 # operations in which each rank must pass the same number of elements
 EVEN = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -46,10 +48,13 @@ DESYNC = re.compile(
     r"\[(?P<ranks>[\d, ]+)\] (?:joined but didn't finish|finished collective #\d+, but didn't join)"
     r" collective #(?P<seq>\d+)"
 )
-BARRIER = re.compile(r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier")
+BARRIER = re.compile(
+    r"(?:\[Rank (?P<own>\d+)\]: )?Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier"
+)
 FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\("
     r"SequenceNumber=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[^\]]*)\])?"
+    r"(?:, TensorDtypes=(?P<types>[\w, ]*), TensorDeviceTypes)?"
 )
 WRONG_SIZE = re.compile(r"Received data size doesn't match expected size")
 GLOO_TIMEOUT = re.compile(r"Timed out waiting \d+ms for (?:send|recv) operation to complete")
@@ -58,11 +63,18 @@ PEER_LOST = re.compile(
     r"NCCL WARN .*(?:timed? ?out|closed)"
 )
 OWN = re.compile(
-    r"^ *(?P<who>rank \d+ on [^,]+), .*: "
+    r"(?:^|[\s:]) *(?P<who>rank \d+ on [^,]+), .*: "
     r"(?P<state>does not answer|is behind the other ranks|waits)\b"
 )
 # torchrun's summary: a block for each failed rank, the one that failed first at the end
-SUMMARY = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (.*)$")
+SUMMARY = re.compile(r"(?:^|\s)  (?=.{10}: )(?P<name>time|host|rank|exitcode) *: (?P<value>.*)$")
+TASK = re.compile(r"^ *(\d+): ")  # of srun -l
+
+
+def task_of(line: str) -> str:
+    """Return the prefix of `srun -l`, or an empty text."""
+    match = TASK.match(line)
+    return match[0] if match else ""
 
 
 class Call(NamedTuple):
@@ -98,6 +110,8 @@ class Exit:
     rank: int = -1
     host: str = ""
     status: int = 0
+    time: str = ""  # in ISO format, seconds
+    is_root: bool = False  # the first failure on its node
 
 
 @dataclass
@@ -110,10 +124,14 @@ class Evidence:
     seen: set[int] = field(default_factory=set)  # ranks that printed any line
     waiting: set[int] = field(default_factory=set)  # ranks whose gloo operation timed out
     missing: set[int] = field(default_factory=set)  # ranks that a monitored barrier missed
-    fingerprints: dict[int, str] = field(default_factory=dict)  # rank -> its call
+    # rank -> its call and the types of its tensors, as that rank and as other ranks print it
+    fingerprints: dict[int, tuple[str, str]] = field(default_factory=dict)
+    of_peers: dict[int, tuple[str, str]] = field(default_factory=dict)
+    in_group: set[str] = field(default_factory=set)  # messages that count ranks within a group
+    unmatched: set[int] = field(default_factory=set)  # ranks that wait in a send or receive
     wrong_size: bool = False  # gloo received a message of another size than it expected
     own: dict[str, list[str]] = field(default_factory=dict)  # state -> ranks of a HANG message
-    exits: list[Exit] = field(default_factory=list)  # the one that torchrun observed first is first
+    exits: list[Exit] = field(default_factory=list)
     lost: dict[int | None, str] = field(default_factory=dict)  # rank -> line about a connection
     unnumbered: set[str] = field(default_factory=set)  # groups whose ranks have no global number
     pending: dict[int, list[Call]] = field(default_factory=dict)  # timed out, group not yet known
@@ -124,30 +142,36 @@ class Evidence:
 
     def add_lines(self, lines: Iterable[str]) -> None:
         """Read the lines of a log: one rank's, one node's or the whole job's."""
-        in_hang, is_root = False, False
-        for raw in lines:
-            line = COLORS.sub("", raw[:LONGEST_LINE]).rstrip()
-            prefix = GLOBAL_RANK.search(line[:200])
-            rank = int(prefix[1]) if prefix else None
-            if rank is not None:
-                self.seen.add(rank)
-            in_hang = ("HANG: " in line) or (in_hang and bool(OWN.search(line)))
-            if in_hang and (match := OWN.search(line)):
+        in_hang, is_root = False, None
+        # the tasks of srun -l take turns line by line
+        for raw in sorted(lines, key=task_of):
+            whole = COLORS.sub("", raw[:LONGEST_LINE]).rstrip()
+            in_hang = ("HANG: " in whole) or (in_hang and bool(OWN.search(whole)))
+            if in_hang and (match := OWN.search(whole)):
                 self.own.setdefault(match["state"], []).append(match["who"])
-            elif "Root Cause (first observed failure)" in line:
+                continue
+            if "Root Cause (first observed failure)" in whole:
                 is_root = True
-            elif match := SUMMARY.match(line):
-                self._add_summary(match[1], match[2], is_root)
+            elif whole.endswith("Failures:"):
+                is_root = False
+            elif is_root is not None and (match := SUMMARY.search(whole)):
+                self._add_summary(match["name"], match["value"], is_root)
             else:
-                self._add_line(line, rank)
+                # two ranks may have written into one line
+                for line in re.split(r"(?=\[rank\d+\]:)", whole):
+                    prefix = GLOBAL_RANK.match(line)
+                    rank = int(prefix[1]) if prefix else None
+                    if rank is not None:
+                        self.seen.add(rank)
+                    self._add_line(line, rank)
 
     def _add_summary(self, name: str, value: str, is_root: bool) -> None:
         """Read a line of a block of torchrun's summary."""
         if name == "time":
-            self.exits.insert(0 if is_root else len(self.exits), Exit())
+            self.exits.append(Exit(time=value.strip(), is_root=is_root))
         if not self.exits:
             return
-        block = self.exits[0 if is_root else -1]
+        block = self.exits[-1]
         number = re.match(r"-?\d+", value)
         if name == "host":
             block.host = value.strip()
@@ -163,12 +187,21 @@ class Evidence:
         elif match := DESYNC.search(line):
             self._add_desync(match)
         elif match := BARRIER.search(line):
-            self.missing |= {int(word) for word in match["ranks"].split(",") if word.strip()}
+            if rank is not None and match["own"] and int(match["own"]) != rank:
+                self.in_group.add(line.partition(": ")[2].strip())
+            else:
+                self.missing |= {int(word) for word in match["ranks"].split(",") if word.strip()}
         elif "is running collective" in line:
-            for match in FINGERPRINT.finditer(line):
+            for number, match in enumerate(FINGERPRINT.finditer(line)):
                 op, shape = OP_TYPES.get(match["op"], match["op"].lower()), match["shape"]
                 call = f"{op} {match['seq']}" + (f" of shape [{shape}]" if shape else "")
-                self.fingerprints[int(match["rank"])] = call
+                printed = call, match["types"] or ""
+                if number:
+                    self.of_peers[int(match["rank"])] = printed
+                else:
+                    self.fingerprints[int(match["rank"]) if rank is None else rank] = printed
+                    if rank is not None and int(match["rank"]) != rank:
+                        self.in_group.add(line.partition(": ")[2].strip())
         elif WRONG_SIZE.search(line):
             self.wrong_size = True
         elif GLOO_TIMEOUT.search(line) and rank is not None:
@@ -190,8 +223,10 @@ class Evidence:
         if rank is None:
             return
         self.seen.add(rank)
-        timed_out = bool(work) and ("timeout" in line or "timed out" in line)
-        if timed_out and work:
+        if work and "caught collective operation timeout" in line:
+            if work["op"] in UNMATCHED:
+                self.unmatched.add(rank)
+                return
             op = OP_TYPES.get(work["op"], work["op"].strip("_").lower())
             call = Call(int(work["seq"]), op, int(work["numel"]))
             if where:

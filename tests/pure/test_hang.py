@@ -262,7 +262,12 @@ def test_dumps_of_the_flight_recorder(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\x80\x02cos\nsystem\n.", "plain data"), (b"{", "line 1"), (None, "regular file")],
+    [
+        (b"\x80\x02cos\nsystem\n.", "plain data"),
+        (b'{"pg_config": ', "line 1"),
+        (b'{"entries": [], "rank": "x"}', "without a rank"),
+        (None, "regular file"),
+    ],
 )
 def test_files_that_are_refused(
     content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
@@ -293,3 +298,91 @@ def test_files_that_are_refused(
 )
 def test_a_healthy_log_names_no_rank(line: str) -> None:
     assert told([line] * 3) == ((), "")
+
+
+def test_a_log_that_begins_with_a_brace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trainers print their metrics: Python's dicts or JSON."""
+    path = tmp_path / "rank0.log"
+    for first in ("{'loss': 2.3}", '{"loss": 2.3}'):
+        path.write_text("\n".join([first, *of_all([0, 2], 12), signal(1, 11)]))
+        monkeypatch.setattr("sys.argv", ["hang.py", str(path)])
+        assert hang.main() == 1
+        assert capsys.readouterr().out.startswith("rank 1 did not start")
+
+
+def test_two_ranks_in_one_line() -> None:
+    """The second prefix counts for what follows it, wherever the first line was cut."""
+    lines = of_all([0, 1, 2], 12)
+    for cut in (8, 60, len(lines[0])):
+        ranks, sentence = told(
+            [lines[0], lines[1][:cut] + lines[2], *lines[3:], signal(3, 11), lines[1]]
+        )
+        assert ranks == (3,)
+        assert "ranks 0, 1, 2 wait" in sentence
+
+
+@pytest.mark.parametrize("ops", [("SEND", "RECV"), ("COALESCED", "COALESCED"), ("RECV", "RECV")])
+def test_sends_and_receives_are_not_compared(ops: tuple[str, str]) -> None:
+    """Their numbers differ between ranks. A rank that waits in one is not the cause elsewhere."""
+    lines = [*timeout(0, 12, ops[0], group="5(pp)"), *timeout(1, 11, ops[1], 7, group="5(pp)")]
+    ranks, sentence = told(lines)
+    assert ranks == ()
+    assert "ranks 0, 1 timed out in a send, a receive" in sentence
+    lines += [signal(0, 8), signal(1, 8), signal(2, 8), *of_all(range(3, 8), 9)]
+    assert told(lines)[0] == (2,)
+
+
+def test_a_rank_that_waits_is_not_behind() -> None:
+    """Its second line, with the last enqueued work, was cut off."""
+    assert told(timeout(1, 12)[:1])[0] == ()
+    healthy = timeout(1, 12)[1] + " timeout, WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=1)"
+    assert told([healthy]) == ((), "")
+
+
+def test_ranks_within_a_group_are_not_named_as_global_ranks() -> None:
+    """Ranks 4 and 5 are ranks 0 and 1 of their group."""
+    first = DETAIL.format(a=0, b=1, op_a="ALLREDUCE", op_b="BROADCAST").replace(
+        "[rank0]", "[rank4]"
+    )
+    second = DETAIL.format(a=1, b=0, op_a="BROADCAST", op_b="ALLREDUCE")
+    second = second.replace("[rank1]", "[rank5]")
+    ranks, sentence = told([first, second])
+    assert ranks == (4, 5)
+    assert "rank 5: broadcast 7 of shape [10, 3]; rank 4: all_reduce" in sentence
+    assert told([second])[0] == ()
+    barrier = "[rank4]: RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 9 ms"
+    ranks, sentence = told([barrier])
+    assert ranks == ()
+    assert "global ranks" in sentence
+
+
+def test_calls_that_differ_in_the_type_only() -> None:
+    line = DETAIL.format(a=1, b=0, op_a="ALLREDUCE", op_b="ALLREDUCE")
+    lines = [line.replace("Rank 1", f"Rank {r}").replace("[rank1]", f"[rank{r}]") for r in range(3)]
+    lines[2] = lines[2].replace("Float", "Double")
+    ranks, sentence = told(lines)
+    assert ranks == (2,)
+    assert "rank 2: all_reduce 7 of shape [10, 3], Double; ranks 0, 1: " in sentence
+
+
+@pytest.mark.parametrize("prefix", ["", "3: ", "2026-03-04T05:06:07.8Z ", "[pod/job-0] "])
+def test_the_summary_of_torchrun(prefix: str) -> None:
+    ended = summary((3, 1), (1, 1), (2, -15))
+    assert told(prefix + line for line in ended)[0] == (3,)
+    # torchrun was killed while it printed: nothing is known about rank 3
+    assert told(ended[:3])[0] == ()
+    assert told(ended[: ended.index("  rank      : 3 (local_rank: 0)")])[0] == (1,)
+    # two nodes: the earlier failure counts, also if their lines take turns
+    later = [line.replace("05:06:07", "05:06:08") for line in summary((6, 1), (7, -15))]
+    pairs = itertools.zip_longest(later, ended, fillvalue="")
+    assert told(line for a, b in pairs for line in ("0: " + a, "1: " + b))[0] == (3,)
+    both = told([*ended, *summary((6, 1))])
+    assert both[0] == ()
+    assert "rank 3 on node3 ended with status 1, rank 6 on node6" in both[1]
+
+
+def test_words_of_a_summary_elsewhere() -> None:
+    words = ["time: 0.54", "  time      : 0.54", "  host: n1", "  rank      : 3", "exitcode: 1"]
+    assert told(words) == ((), "")
