@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from common.stats import Estimate, autocorrelation_time, iteration_times, show_seconds
+from common.stats import (
+    Estimate,
+    autocorrelation_time,
+    iteration_times,
+    show_seconds,
+    significant,
+)
 from common.timing import MIN_SAMPLES
 from harness.benchmark import Observer
 from harness.cli import TURN, cut
@@ -106,10 +112,18 @@ def modes(samples: ArrayLike) -> list[tuple[float, float]]:
 
 def two_modes(case: Case) -> list[str]:
     """Return a line if the step has two modes, such as 0.3 ms, and 3.6 ms for a call that waits for
-    a core. The median then belongs to neither, or ignores one of them."""
-    both = [] if case.failed else modes(slowest_s(case))
-    shown = [f"{show_seconds(time_s)} ({share:.0%})" for time_s, share in both]
-    return [f"two modes: {', '.join(shown)}"] if shown else []
+    a core. The median then belongs to neither, or ignores one of them, and so does a rate that is
+    derived from it: the line adds the rate over all iterations."""
+    times_s = slowest_s(case)
+    both = [] if case.failed else modes(times_s)
+    if not both:
+        return []
+    line = "two modes: " + ", ".join(f"{show_seconds(x)} ({share:.0%})" for x, share in both)
+    rate, step = (case.metrics.get(name) for name in ("samples_per_s", "step_s"))
+    if isinstance(rate, Estimate) and isinstance(step, Estimate):
+        overall = rate.value * step.value * len(times_s) / sum(times_s)
+        line += f"; over all iterations {significant(overall)} samples/s"
+    return [line]
 
 
 def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes: list[int]) -> str:

@@ -11,7 +11,7 @@ from common.stats import Estimate
 from harness.benchmark import report_lines
 from harness.cpu_load import Others
 from harness.exits import ROOT
-from harness.observe.hints import Hints, crowded_text, hints, modes
+from harness.observe.hints import Hints, crowded_text, hints, modes, two_modes
 from harness.report import Case, load
 from tests.pure.reports import case as line
 from tests.pure.reports import write
@@ -153,3 +153,13 @@ def test_two_modes_and_their_shares() -> None:
     assert modes([1.0] * 100 + [9.0] * 5) == []  # less than a tenth of the calls
     assert modes([1.0] * 6 + [9.0] * 4) == []  # fewer than 5
     assert modes([1.0] * 20 + [3.0] * 6 + [9.0] * 20) == []  # no valley between them
+
+
+def test_a_rate_of_two_modes() -> None:
+    """3 of 4 steps take 10 ms, the others 50 ms: 8 samples in 20 ms on average are 400 samples/s,
+    a rate at which no step trained, and neither is 8 / 15 ms."""
+    step_s = [0.01, 0.01, 0.05, 0.01] * 10
+    begin = two_modes(case(samples=step_s))[0]
+    assert begin.startswith("two modes: 10")
+    both = case(samples=step_s, step_s=Estimate(0.015), samples_per_s=Estimate(8 / 0.015))
+    assert two_modes(both) == [f"{begin}; over all iterations 400.0 samples/s"]
