@@ -34,6 +34,7 @@ REST = re.compile(
 # 1m 02s, 5-6, 5.1 +- 0.2: the second number is no time
 SECOND = re.compile(r"(?:\d[dhm] ?|\d[-\u2013]|\d ?(?:\u00b1|\+/?-) ?)$")
 MINUTES = re.compile(r"(?:[mh]| ?(?:mins?|minutes?|hrs?|hours?))(?![\w/])")
+CLOCK = re.compile(r"\d+:[0-5]?\d:$")  # hours and minutes before seconds
 BEGINNING = re.compile(rf"(?:\d[\d.,]*[.,]|\d+|\d[{SEPARATORS[1:]}]|\d:)$")
 NUMBER_BEFORE = re.compile(r"(?<![\w.,:/-])(\d+) $")
 NUMBER_AFTER = re.compile(r" (\d+)(?![\w:/-])")
@@ -232,6 +233,9 @@ def rest_of(line: str, start: int, end: int, before: str, after: str) -> str:
         is_list = right[0][0] == "," and re.search(r"[.,]\d", taken)  # 1.5,125: two numbers
         if not is_list or re.fullmatch(r"\d{1,3}(,\d{3})+", taken + right[0]):
             return taken + right[0]
+    clock = CLOCK.search(line[max(0, start - WINDOW) : start])
+    if clock and re.match(r"[0-5]\d(?!\d)", taken):
+        return clock[0] + taken
     second = SECOND.search(line[max(0, start - WINDOW) : start])
     if taken[:1].isdigit() and second and not separates(before[::-1], second[0][-1]):
         return second[0] + taken

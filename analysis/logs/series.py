@@ -13,7 +13,8 @@ LONG_BLOCK = 5  # unusual steps in a row
 MIN_IN_COMMON = 10  # number of steps from which a correlation means anything
 TOGETHER = 0.9  # rank correlation above which two series may be of one job,
 ABOVE_OTHERS = 0.3  # if it is larger by this than that of any two series of different jobs
-LEVEL = 0.6  # correlation of series of different jobs from which that cannot be told
+LEVEL = 0.6  # correlation from which two series may be of one job, if chance is excluded
+SIGMAS = 4.0  # of independent steps: a correlation below is chance
 
 
 def restarts(columns: Sequence[Sequence[int]]) -> list[int]:
@@ -123,6 +124,20 @@ def correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
     if not x.any() or not y.any():
         return None
     return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def together(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """How much the steps of two series go together. A trend that both have is no evidence: the
+    changes from step to step must go together, too."""
+    found = correlation(a, b)
+    changes = correlation(np.diff(a).tolist(), np.diff(b).tolist())
+    if found is None or changes is None or changes > LEVEL:
+        return found
+    return min(found, changes)
+
+
+def is_chance(found: float, a: Sequence[float], b: Sequence[float]) -> bool:
+    return found * float(np.sqrt(min(len(a), len(b)) - 1)) < SIGMAS
 
 
 def ranks(times_s: Sequence[float]) -> np.ndarray:

@@ -167,7 +167,7 @@ def pairs_of(
     others: the highest correlation of two files of different sides. copies: positions of runs that
     are copies of others.
     """
-    pairs = []
+    pairs, weak = [], []
     doubtful: dict[str, None] = {}
     for i, j in combinations(range(len(runs)), 2):
         a, b = runs[i], runs[j]
@@ -177,8 +177,14 @@ def pairs_of(
         found = together(a, b)
         if found is None:
             is_pair = in_job
-        elif found <= series.TOGETHER or apart(a, b):
+        elif found <= series.LEVEL or apart(a, b):
             continue
+        elif found <= series.TOGETHER:
+            is_chance = series.is_chance(found, row_of(a).times_s, row_of(b).times_s)
+            is_weak = found > others + series.ABOVE_OTHERS and not is_chance
+            is_pair = is_weak and (in_job or overlap(a, b))
+            if is_weak and not is_pair:
+                weak.append((i, j))
         elif found > others + series.ABOVE_OTHERS:
             is_pair = True
         else:
@@ -187,11 +193,18 @@ def pairs_of(
                 doubtful |= {a.label: None, b.label: None}
         if is_pair:
             pairs.append((i, j))
+    # noise between the ranks of a job: some pairs are clear, others are not
+    clear = {i for pair in pairs for i in pair}
+    for pair in weak:
+        if clear & set(pair):
+            pairs.append(pair)
+        else:
+            doubtful |= {runs[i].label: None for i in pair}
     return pairs, [*doubtful]
 
 
 def together(a: Run, b: Run) -> float | None:
-    return series.correlation(row_of(a).times_s, row_of(b).times_s)
+    return series.together(row_of(a).times_s, row_of(b).times_s)
 
 
 def same_job(a: str, b: str) -> bool:

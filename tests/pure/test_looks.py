@@ -255,6 +255,34 @@ def test_runs_with_the_same_data(
         assert "go together" not in out
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rank{}.log", "4 files of TEST are ranks of one job"),
+        ("{}.log", "go together, as those of the ranks of one job or of runs with the same data"),
+    ],
+)
+def test_noise_between_the_ranks_of_a_job(tmp_path: Path, name: str, expected: str) -> None:
+    """Scatter of 0.6 in common and 0.35 of each rank: a correlation of 0.36 / 0.48 = 0.75."""
+    for side, seed in (("old", 1), ("new", 2)):
+        for rank in range(4):
+            common, own = near(100, seed, 0.6, 200), near(0, 10 * seed + rank, 0.35, 200)
+            times = [t + e for t, e in zip(common, own, strict=True)]
+            write(tmp_path / side / name.format(rank), times)
+    assert expected in compare(tmp_path)[1]
+
+
+def test_runs_that_slow_down_are_not_ranks(tmp_path: Path) -> None:
+    """Each run of TEST becomes slower by 50%, so the times go together, but not the changes."""
+
+    def times(is_test: bool, n: int) -> list[float]:
+        return [t + is_test * 5 * i / 60 for i, t in enumerate(near(9.4, 2 * n + is_test, 0.1, 60))]
+
+    _, out = sides(tmp_path, times, runs=3)
+    assert "3 of BASE, 3 of TEST" in out
+    assert "ranks" not in out
+
+
 def test_separate_runs_are_not_ranks(tmp_path: Path) -> None:
     status, out = sides(tmp_path, lambda is_test, n: near(9.4, 2 * n + is_test), runs=3)
     assert "3 of BASE, 3 of TEST" in out

@@ -217,6 +217,7 @@ def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[flo
         (["0,99"], r"([\d.]+) s", "the whole number '0,99', got '99'"),
         (["1,5"], r"took ([\d.]+)", "the whole number '1,5', got '1'"),
         (["1:02.5"], r"([\d.]+) s", "the whole number '1:02.5', got '02.5'"),
+        (["0:16:53.5"], r"took .*:([\d.]+) s", "the whole number '0:16:53.5', got '53.5'"),
         (["1m02"], r"took ([\d.]+)", "the whole number '1m02', got '1'"),
         (["1m 02"], r"([\d.]+) s", "the whole number '1m 02', got '02'"),
         (["5.1\u00b10.2"], r"([\d.]+) s", "the whole number .*, got '0.2'"),
