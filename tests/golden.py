@@ -69,7 +69,7 @@ def is_same(entry: dict[str, Any], case: Any) -> bool:
 def recorded(recording: dict[str, Any]) -> Iterator[None]:
     """A job with the number of ranks of the recording, of which only this one exists. Nothing is
     built, timed or sent."""
-    from benchmarks.workloads import rpc_flags
+    from benchmarks.workloads import links, rpc_flags
     from common import groups
     from harness import benchmark, environment
     from harness.observe import nodes
@@ -94,11 +94,14 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
 
     def gather(self: Any, value: Any) -> list[Any]:
         """Return what a script received, and to the harness only the value of this rank."""
-        caller = sys._getframe(1).f_globals["__name__"]
-        return [value] if caller.startswith("harness.") else next(gathered)
+        caller = sys._getframe(1)
+        is_ours = caller.f_globals["__name__"].startswith("harness.")
+        return [value] if is_ours or caller.f_code.co_name == "crowd_of" else next(gathered)
 
     measured_on = recording["environment"]  # recorded before fields were added
-    measured_on = {"gpu_counts": list(map(len, measured_on["gpus"]))} | measured_on
+    hosts, counts = measured_on["hosts"], list(map(len, measured_on["gpus"]))
+    later = {"gpu_counts": counts, "kernels": [""] * len(hosts), "other_variables": []}
+    measured_on = later | measured_on
     launcher = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with (
@@ -112,6 +115,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         patch.object(benchmark.Benchmark, "write", write),
         patch.object(Load, "of_each_node", return_value=[]),
         patch.object(groups.Job, "gather", gather),
+        patch.object(links, "most_crowded", return_value=None),  # recorded before it was asked for
         patch.object(rpc_flags, "rpc_workers", lambda *_: contextlib.nullcontext(["cpu"] * size)),
     ):
         yield

@@ -368,8 +368,10 @@ def try_own(
                 path for path, weight in weights if weight.requires_grad and weight.grad is None
             ]
             if idle and not idle_allowed:
-                flags = "--find-unused-parameters or --static-graph"
-                raise Refused(f"{name}: {idle[0]} receives no gradient; try {flags}")
+                raise Refused(
+                    f"{name}: {idle[0]} receives no gradient; try --find-unused-parameters or "
+                    f"--static-graph (ddp_sweep.py)"
+                )
     except Refused:
         raise
     except torch.OutOfMemoryError:
