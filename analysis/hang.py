@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from analysis.logs.patterns import text_of
 from analysis.logs.watchdog import UNKNOWN, Call, Evidence, Exit
 from analysis.show import clean, one_line, put
 from harness import files
@@ -76,7 +77,7 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
             "the ranks called different collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
         )
     if evidence.waiting:
-        return of_gloo(evidence.waiting, everyone)
+        return of_gloo(evidence.waiting, everyone - evidence.lost.keys())
     if evidence.unmatched and not findings:
         return Finding(
             f"cannot tell which rank: {ranks_text(sorted(evidence.unmatched))} timed out in "
@@ -230,7 +231,10 @@ def exit_text(exit: Exit) -> str:
 
 
 def of_gloo(waiting: set[int], everyone: set[int]) -> Finding:
-    """Return the conclusion from timeouts of gloo, which name neither a peer nor a collective."""
+    """Return the conclusion from timeouts of gloo, which name neither a peer nor a collective.
+
+    everyone: the ranks that may be the cause, without those that lost a connection.
+    """
     silent = tuple(sorted(everyone - waiting))
     if silent:
         return Finding(
@@ -260,7 +264,7 @@ def read(path: str, evidence: Evidence) -> None:
     try:
         data = bytes(files.read(path))
         if not (data[:1] == b"\x80" or IS_DUMP.match(data)):
-            evidence.add_lines(data.decode(errors="replace").splitlines())
+            evidence.add_lines(text_of(data).splitlines())
             return
         content = json.loads(data) if data[:1] == b"{" else files.plain_pickle(data)
         rank = content.get("rank", rank_in_name(path))

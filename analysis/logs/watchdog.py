@@ -230,6 +230,9 @@ class Evidence:
             op = OP_TYPES.get(work["op"], work["op"].strip("_").lower())
             call = Call(int(work["seq"]), op, int(work["numel"]))
             if where:
+                earlier = self.state(where["group"], rank).call
+                if earlier and call.seq < earlier.seq:  # torchrun restarted the job
+                    self.states.clear()
                 self.state(where["group"], rank).call = call
             else:
                 self.pending.setdefault(rank, []).append(call)
@@ -237,10 +240,15 @@ class Evidence:
             self.names[where["group"]] = where["name"]
         if where and status:
             state = self.state(where["group"], rank)
-            state.enqueued = max(state.enqueued, int(status["enqueued"]))
-            state.completed = max(state.completed, int(status["completed"]))
+            enqueued, completed = int(status["enqueued"]), int(status["completed"])
+            state.enqueued = max(state.enqueued, enqueued)
+            state.completed = max(state.completed, completed)
             for call in self.pending.get(rank, []):
                 if status.re is STATUS and call.seq == int(status["seq"]):
+                    if state.call and call.seq < state.call.seq:
+                        self.states.clear()
+                        state = self.state(where["group"], rank)
+                        state.enqueued, state.completed = enqueued, completed
                     state.call = call
 
     def _add_desync(self, match: re.Match[str]) -> None:

@@ -95,6 +95,15 @@ def test_a_rank_without_lines() -> None:
     assert told(of_all(range(8, 16), 12))[0] == ()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_newest_attempt_counts(form: str) -> None:
+    """torchrun restarted the job, which counts from 1 again."""
+    first = [*of_all([0, 1, 3], 100, form=form), signal(2, 99)]
+    ranks, sentence = told([*first, *of_all([0, 2, 3], 40, form=form), signal(1, 39)])
+    assert ranks == (1,)
+    assert "ranks 0, 2, 3 wait; its last completed collective is 39" in sentence
+
+
 def test_calls_that_differ() -> None:
     """The minority is named, with both calls. The size counts only where ranks must agree on it."""
     ranks, sentence = told([*of_all([0, 2, 3], 9), *timeout(1, 9, "BROADCAST")])
@@ -210,6 +219,15 @@ def summary(first: tuple[int, int], *others: tuple[int, int]) -> list[str]:
             (1,),
             "rank 1 reported no timeout, while ranks 0, 2 timed out",
         ),
+        (
+            [
+                "[rank0]: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
+                "[rank1]: RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:6178",
+                "[rank2]: step 12",
+            ],
+            (2,),
+            "rank 2 reported no timeout, while rank 0 timed out",
+        ),
         (["[rank0]: Connection closed by peer [10.0.0.7]:6178"], (), "10.0.0.7"),
         (["enforce fail: Received data size doesn't match expected size."], (), "DETAIL"),
     ],
@@ -305,8 +323,8 @@ def test_a_log_that_begins_with_a_brace(
 ) -> None:
     """As trainers print their metrics: Python's dicts or JSON."""
     path = tmp_path / "rank0.log"
-    for first in ("{'loss': 2.3}", '{"loss": 2.3}'):
-        path.write_text("\n".join([first, *of_all([0, 2], 12), signal(1, 11)]))
+    for first, code in (("{'loss': 2.3}", "utf-8"), ('{"loss": 2.3}', "utf-8"), ("", "utf-16")):
+        path.write_text("\n".join([first, *of_all([0, 2], 12), signal(1, 11)]), encoding=code)
         monkeypatch.setattr("sys.argv", ["hang.py", str(path)])
         assert hang.main() == 1
         assert capsys.readouterr().out.startswith("rank 1 did not start")
