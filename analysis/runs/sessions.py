@@ -19,8 +19,8 @@ def sessions_of(side: Side, positions: Sequence[int]) -> tuple[Groups, bool]:
     """Return the sessions among these runs of a side, each as indices into `positions`, and whether
     the start of every run is known.
 
-    If a start is unknown, as for logs, the runs in a file are a group. The time of the file is not
-    used: it is that of the last copy or checkout.
+    If a start is unknown, as for logs without dates in their lines, the runs in a file are a group.
+    The time of the file is not used: it is that of the last copy or checkout.
     """
     when = [times_of(*side[position]) for position in positions]
     known = [(host, begin, end, i) for i, (host, begin, end) in enumerate(when) if begin and end]
@@ -46,6 +46,9 @@ def times_of(run: Run, row: Row | None) -> tuple[str, datetime | None, datetime 
     is unknown."""
     start = (row.measured_at if row else "") or run.started_at
     begin = instant(start)
+    if not begin and run.span:  # the dates in the lines of a log
+        first, last = (instant(text.replace("/", "-")) for text in run.span)
+        return "", first, last
     end = instant(run.ends.get(start, {}).get("finished_at"))
     host = str((row.hosts if row else []) or run.environment.get("hosts"))
     return host, begin, max(begin, end) if begin and end else begin

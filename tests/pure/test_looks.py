@@ -272,6 +272,28 @@ def test_noise_between_the_ranks_of_a_job(tmp_path: Path, name: str, expected: s
     assert expected in compare(tmp_path)[1]
 
 
+@pytest.mark.parametrize("mark", ["-", "/"])
+def test_dates_in_the_lines_tell_the_sessions(tmp_path: Path, mark: str) -> None:
+    """Nights differ by up to 6%, the runs of one night hardly. With dates, 3% is undecided; without
+    them, each run of TEST counts."""
+    for date in ("2026{0}11{0}{1:02d} 02:00:{2:02d} ", ""):
+        for n, level in enumerate([97, 99, 100, 101, 103, 100]):
+            for side, base, day in (("old", level, n + 1), ("new", 97.3, 20)):
+                lines = near(base, 2 * n + day, 0.05, 40)
+                begin = [date.format(mark, day, i) for i in range(40)]
+                text = "".join(f"{a}took {t:.2f} ms\n" for a, t in zip(begin, lines, strict=True))
+                path = tmp_path / side / f"{n}.log"
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+        out = compare(tmp_path)[1]
+        if date:
+            assert "TEST, 6 runs of one session, is judged by the scatter of the 6 sessions" in out
+            assert "undecided" in out
+        else:
+            assert "faster" in out
+            assert "session" not in out
+
+
 def test_runs_that_slow_down_are_not_ranks(tmp_path: Path) -> None:
     """Each run of TEST becomes slower by 50%, so the times go together, but not the changes."""
 
