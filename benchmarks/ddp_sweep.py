@@ -363,9 +363,7 @@ def wrap(
     state: Any = group
     if hook == "powersgd":  # by default the first 1,000 steps are not compressed; 2 is the minimum
         state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
-    if is_own(hook):
-        ddp.register_comm_hook(*make_hook(hook, group))
-    elif hook != "none":
+    if HOOKS.get(hook):
         ddp.register_comm_hook(state, HOOKS[hook])
     return ddp
 
@@ -440,6 +438,8 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
         options = {name: key[name] for name in DDP_OPTIONS}
         bucket_mb = None if isinstance(setting.bucket_mb, str) else setting.bucket_mb
         model = wrap(model, group.workload, bucket_mb, setting.hook, **options)
+        if is_own(setting.hook):
+            model.register_comm_hook(*make_hook(setting.hook, group.workload))
         refuse_deadlock(model, setting, dist.get_backend(group.workload))
     optimizer = make_optimizer(model.parameters())
     make_step = partial(
