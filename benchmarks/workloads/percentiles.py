@@ -27,7 +27,7 @@ def percentile_columns(
 
     def rate(name: str, case: Case) -> str:
         value = value_of(name, case)
-        count = amount(case)
+        count = amount(case) if value else None  # a failed case has no metrics
         return f"{count / number_of(value):.1f}" if value and count else "-"
 
     columns: Columns = {}
