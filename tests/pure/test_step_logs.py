@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -279,6 +278,7 @@ def test_two_matches_in_a_line(line: str, words: str, expected: float | str) -> 
         assert seconds(f"{line}\n", words) == [expected]
 
 
+@pytest.mark.timeout(120)  # ends a search that is quadratic again
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -289,10 +289,8 @@ def test_two_matches_in_a_line(line: str, words: str, expected: float | str) -> 
 )
 def test_a_long_line_is_read_in_linear_time(line: str, words: str) -> None:
     """With a search from the beginning of the line for each number, these took minutes."""
-    began = time.process_time()
     with pytest.raises(ValueError, match=r"got 100,000|at most 1,000,000 characters|whole number"):
         seconds(line, words, "ms")
-    assert time.process_time() - began < 30  # no measurement: quadratic time is far above it
 
 
 FIELDS = {
