@@ -3,22 +3,16 @@ steps with two modes."""
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from common.stats import (
-    Estimate,
-    autocorrelation_time,
-    iteration_times,
-    show_seconds,
-    significant,
-)
+from common.stats import Estimate, autocorrelation_time, iteration_times, show_seconds, significant
 from common.timing import MIN_SAMPLES
 from harness.benchmark import Observer
-from harness.cli import TURN, cut
+from harness.cli import TURN
 from harness.cpu_load import Others
 from harness.environment import count_of, node_of_each, others_text
 from harness.report import Case
@@ -27,6 +21,10 @@ WIDE = 0.1  # an interval that extends further from its value, relative to it, g
 MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
 MIN_MODE_SAMPLES = 5  # of each mode
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time
+LAUNCH_HINT = (
+    "launch-bound: launching the kernels takes the host over 90% of the time, so this measures "
+    "Python; try larger batches or messages, CUDA graphs, or torch.compile"
+)
 
 
 class Hints(Observer):
@@ -47,7 +45,7 @@ class Hints(Observer):
         crowded = crowded_text(measured_on["ranks"], others, node_of_each(measured_on))
         lines = hints(passed, args, busy, crowded, bool(others))
         if any(launch_bound(case) for case in passed):
-            lines.append(launch_hint(args))
+            lines.append(LAUNCH_HINT)
         return lines
 
 
@@ -56,27 +54,6 @@ def launch_bound(case: Case) -> float | None:
     is at most LAUNCH_BOUND."""
     share = max(case.metrics.get("launch_share", {}).values(), default=0.0)
     return float(share) if share > LAUNCH_BOUND else None
-
-
-def launch_hint(args: Any) -> str:
-    """Return the line on launch-bound cases. args: parsed flags; only flags that the script has,
-    and that its models allow, are suggested."""
-    given = vars(args)
-    models = given.get("models") or [given.get("model") or ""]
-    remedies = []
-    if any(":" in model for model in models):  # package.module:function
-        remedies.append("a larger batch in the function of --model")
-    elif given.get("global_batch") or ("global_batch" in given and "batch_size" not in given):
-        remedies.append("a larger --global-batch")
-    elif "batch_size" in given:
-        remedies.append("a larger --batch-size")
-    if "cudagraph" in given and not given["cudagraph"]:
-        remedies.append("CUDA graphs (-G)")
-    if "inductor" not in given.get("backends", ["inductor"]):
-        remedies.append("--backends inductor")
-    text = "launch-bound: launching the kernels takes the host over 90% of the time"
-    trying = f"; try {' or '.join(remedies)}" if remedies else ""
-    return f"{text}, so this measures Python{trying}"
 
 
 def modes(samples: ArrayLike) -> list[tuple[float, float]]:
@@ -139,27 +116,16 @@ def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes:
     return ""
 
 
-def estimates_of(case: Case) -> Iterator[tuple[str, Estimate]]:
-    """Yield the estimates of a case with their names in words: `exposed_s` is `exposed`, and so is
-    `25MB bf16 exposed_s` of one of several settings. Rates are omitted: they follow from times."""
-    for name, value in case.metrics.items():
-        if isinstance(value, Estimate) and "_per_" not in name:
-            yield name.rpartition(" ")[2].removesuffix("_s").replace("_", " "), value
-
-
-def without_interval(case: Case) -> set[str]:
-    """Return the names of the estimates without an interval."""
-    return {name for name, number in estimates_of(case) if number.relative is None}
-
-
-def with_wide_interval(case: Case) -> set[str]:
-    """Return the names of the estimates with an interval wider than WIDE. Differences that may be 0
-    do not count: relative to them, any interval is wide."""
-    wide = set()
-    for name, number in estimates_of(case):
-        if number.relative and number.relative > WIDE and not number.may_be(0):
-            wide.add(name)
-    return wide
+def is_doubtful(case: Case) -> bool:
+    """Whether an estimate has no interval, or one wider than WIDE. Rates follow from times, and
+    relative to a difference that may be 0, any interval is wide: these do not count."""
+    for name, number in case.metrics.items():
+        if isinstance(number, Estimate) and "_per_" not in name:
+            if number.relative is None:
+                return True
+            if number.relative > WIDE and not number.may_be(0):
+                return True
+    return False
 
 
 def slowest_s(case: Case) -> list[float]:
@@ -186,43 +152,16 @@ def hints(
     cases: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool = True
 ) -> list[str]:
     """Return a line on missing and wide intervals: the cause, the number of cases, and the remedy.
-    With --wide, further lines list the numbers and their cases.
 
     cases: those that did not fail. busy, crowded: CPU use by other processes, and nodes with more
     ranks than cores, as text. is_load_known: whether CPU use by other processes was measured.
     """
-    doubtful = [case for case in cases if without_interval(case) or with_wide_interval(case)]
+    doubtful = [case for case in cases if is_doubtful(case)]
     if not doubtful:
         return []
     cause, remedy = cause_and_remedy(doubtful, args, busy, crowded, is_load_known)
     count = f"{len(doubtful)} of {count_of(len(cases), 'case')}"
-    line = f"{cause}: 95% intervals missing (-) or wider than +-{WIDE:.0%} in {count}; {remedy}"
-    if not args.wide:
-        return [f"{line}; --wide lists them"]
-    lists = list_intervals("missing (-)", cases, without_interval)
-    lists += list_intervals(f"wider than +-{WIDE:.0%}", cases, with_wide_interval)
-    return [line, *(f"  {text}" for text in lists)]
-
-
-def list_intervals(
-    what: str, cases: Sequence[Case], numbers_of: Callable[[Case], set[str]]
-) -> list[str]:
-    """Return [`95% interval missing (-) in 2 of 3 cases: step (ddp eager, fsdp2 eager)`], or [] if
-    there are none. numbers_of: returns the affected numbers of a case."""
-    tables: dict[str, set[str]] = {}  # by name of a row
-    for case in cases:
-        tables.setdefault(case.name, set()).add(case.table)
-    found: dict[str, list[str]] = {}  # cases by number
-    for case in cases:
-        is_unique = len(tables[case.name]) == 1  # rows of several tables may have the same name
-        name = case.name if is_unique else f"{case.name} of {case.table.partition(',')[0]}"
-        for number in sorted(numbers_of(case)):
-            found.setdefault(number, []).append(name)
-    if not found:
-        return []
-    count = sum(bool(numbers_of(case)) for case in cases)
-    listed = "; ".join(f"{number} ({cut(names, 3)})" for number, names in found.items())
-    return [f"95% interval {what} in {count} of {count_of(len(cases), 'case')}: {listed}"]
+    return [f"{cause}: 95% intervals missing (-) or wider than +-{WIDE:.0%} in {count}; {remedy}"]
 
 
 def cause_and_remedy(
