@@ -983,7 +983,7 @@ def main() -> int:
 
         def answer_of(cases: list[Case]) -> list[Sentence]:
             # an earlier run, which --resume continues, may have had other hosts
-            return answer(cases, () if bench.mark(cases[0]) else names)
+            return answer(cases, () if bench.report.is_earlier(cases[0]) else names)
 
         def rule(key: Key) -> StopRule:
             settings = max(1, len(settings_of(key)))

@@ -514,12 +514,13 @@ def main() -> int:
             names = {"node": of_nodes, "rank": of_ranks, "link": of_members}
             bench.print(tables(links, of_members, args.by, bench.max_width))
             if len(runs) > 1:  # a median over all links would mix two runs
-                times = cli.cut([bench.mark(case) or "now" for case in runs.values()])
+                times = cli.cut([case.measured for case in runs.values()])
                 why = f"the rounds were measured at different times, {times}"
                 bench.conclude([f"{NOT_JUDGED}: {why}"])
             else:
                 [measured] = runs.values()
-                doubt = doubt_of(others, bench.records_load and not bench.mark(measured))
+                is_load_known = bench.records_load and not bench.report.is_earlier(measured)
+                doubt = doubt_of(others, is_load_known)
                 if doubt:
                     found = {finding: how for finding, how in found.items() if how.is_far}
                 lines = answer(links, node_of_member, found, names, doubt, crowd)

@@ -369,7 +369,8 @@ class Benchmark:
         if key in self.measured:
             raise ValueError(f"expected a new key for each case, got {key} twice")
         if key in self.done:
-            return self.show(self.report.find(key), [])
+            earlier = self.report.find(key)  # None on other ranks
+            return self.show(earlier, [f"{name}: measured {earlier.measured}"] if earlier else [])
         self.measured.append(key)
         case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
         parts: Subgroups = tuple(map(tuple, subgroups or [ranks]))
@@ -524,9 +525,6 @@ class Benchmark:
     def print_table(self, columns: Columns, cases: Sequence[Case], title: str = "") -> None:
         """Print another table of measured cases."""
         above = [folded(title, self.max_width, ""), ""] if title else []
-        if any(self.mark(case) for case in cases):
-            first, *others = columns.items()
-            columns = dict([first, ("measured", lambda case: self.mark(case) or "now"), *others])
         self.print("\n".join(["", *above, render(columns, cases, self.max_width)]))
 
     def conclude(self, sentences: Sequence[Sentence], case: Case | None = None) -> None:
@@ -541,16 +539,10 @@ class Benchmark:
         """Print the row of a case and the lines of the observers."""
         if case and self.table:
             for row in self.table.rows_of(case):
-                self.print(marked(self.table.row(row), self.mark(case), self.max_width))
-        elif case and self.mark(case):  # a script without begin_table, such as p2p_matrix.py
-            self.print(f"# {case.name}: measured {self.mark(case)}")
+                self.print(self.table.row(row))
         for line in lines:
             self.print(folded(line, self.max_width))
         return case
-
-    def mark(self, case: Case) -> str:
-        """Return when and where an earlier run measured the case; "" if this run measured it."""
-        return case.measured if self.report.is_earlier(case) else ""
 
     def print(self, text: str) -> None:
         """Print on rank 0. If writing to stdout fails, end the run; the report is intact."""
@@ -634,7 +626,7 @@ class Benchmark:
         if path and path != "-" and not os.path.exists(path):
             self.fail(f"--json {path}: the report was removed during the run")
             path = None
-        commands = [*self.commands, *report_lines(path, self.replaced, self.report)]
+        commands = [*self.commands, *report_lines(path, self.replaced)]
         elapsed = cli.duration(time.monotonic() - exits.STARTED_S)
         # not wrapped, so that commands can be copied
         self.print("\n".join(["", *lines, *(f"# {x}" for x in commands), f"# elapsed {elapsed}"]))
@@ -674,29 +666,16 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
         return [f"{type(observer).__name__}: {exits.describe(error)}"]
 
 
-def report_lines(path: str | None, replaced: str | None, report: Report) -> list[str]:
-    """Return lines with the path of the report and the next commands. replaced: path of an older
-    report, with which this one is compared if they have a case in common."""
+def report_lines(path: str | None, replaced: str | None) -> list[str]:
+    """Return lines with the path of the report, that of the replaced one, and next commands."""
     if not path or path == "-":
         return []
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
     if replaced:
         before = relative_path(replaced)
         command = analysis_command("compare.py", before, "--test", path)
-        compare = f"; to compare: {command}" if has_common_case(replaced, report) else ""
-        lines.append(f"previous report {before}{compare}")
+        lines.append(f"previous report {before}; to compare: {command}")
     return lines
-
-
-def has_common_case(path: str, report: Report) -> bool:
-    """Return whether a case passed in both this report and the one at `path`."""
-    try:
-        old = load(path, lambda _, case: case.samples_s.clear())
-    except (OSError, ValueError):
-        return False
-    passed = [case.key for case in old.cases if not case.failed]
-    same = any(case.key in passed for case in report.cases if not case.failed)
-    return same and old.benchmark == report.benchmark
 
 
 def analysis_command(script: str, *words: str) -> str:
@@ -708,16 +687,6 @@ def analysis_command(script: str, *words: str) -> str:
 def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
     """Whether a case of a resumed report passed, and was checked if this run checks values."""
     return not case.failed and not (case.check == UNCHECKED and getattr(args, "check", False))
-
-
-def marked(row: str, mark: str, max_width: int | None) -> str:
-    """Return a row with a mark appended, or on the next line if the row becomes too long."""
-    if not mark:
-        return row
-    text = row.rstrip("\n")
-    *_, last = text.splitlines()
-    fits = max_width is None or len(f"{last}  # {mark}") <= max_width
-    return text + (f"  # {mark}" if fits else f"\n# ^ {mark}") + row[len(text) :]
 
 
 def with_cause(sentence: Sentence, others: str) -> str:
