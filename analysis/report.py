@@ -64,7 +64,6 @@ from analysis.runs.load import (
 from common.stats import Estimate, digits_of, significant
 from harness.cli import GENERATOR, Parser, cut, refuse_foreign, show_size
 from harness.exits import refuse
-from harness.report import describe_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -189,8 +188,8 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             what = f"The hardware of the {name} reports differs ({', '.join(fields)})"
             lines.append(f"{what}, so differences between them are not differences of programs.")
     for run in runs:
-        if resumed := describe_runs(run.rows.values()):
-            lines.append(f"{run.label} was resumed: {resumed}.")
+        if run.resumed:
+            lines.append(f"{run.label} was resumed: {run.resumed}.")
         for line in run.environment.get("differences") or []:
             lines.append(f"Nodes differ, {run.label}: {line}")
     return lines
@@ -222,7 +221,7 @@ def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) ->
     names = []
     for run, row in cases:
         failed = " (failed)" if row.failed else ""
-        place = f" ({row.measured})" if describe_runs(run.rows.values()) else ""
+        place = f" ({row.measured})" if run.resumed else ""
         names.append(f"{row.name}{failed}{place}" + (f", {run.label}" if has_reports else ""))
     metrics = [values_of({} if row.failed else row.metrics) for _, row in cases]
     columns = [column(name, metrics) for name in names_of_metrics(metrics)]

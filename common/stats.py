@@ -337,20 +337,6 @@ def mean_half_width(values: Samples, confidence: float = 0.95) -> float:
     return student_t(confidence, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
 
 
-def mean_of_differences(samples: ArrayLike, rounds: Sequence[int]) -> Estimate:
-    """Return the mean over rounds of block medians of differences of times, with its 95% interval.
-
-    There is no interval with fewer than 6 rounds. samples: seconds [n]; rounds: iterations of each
-    round, n in total.
-    """
-    medians = np.array([np.median(block) for block in by_round(samples, rounds)])
-    value = float(np.mean(medians))
-    if len(rounds) < MIN_ROUNDS:
-        return Estimate(value)
-    half = mean_half_width(medians)
-    return Estimate(value, value - half, value + half)
-
-
 class Times:
     """The times of a case in seconds, by name: "step" and the parts timed with it. They are those
     of one rank, or after `merge` those of all ranks.

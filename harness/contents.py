@@ -62,12 +62,3 @@ def is_installed(path: str) -> bool:
     paths = sysconfig.get_paths()
     library = tuple(f"{os.path.realpath(paths[name])}{os.sep}" for name in ("stdlib", "platstdlib"))
     return f"{real}{os.sep}".startswith(library) or bool(INSTALLED & set(Path(real).parts))
-
-
-def of_file(path: Path) -> str:
-    """Return a hash of the contents of a file; "" if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-    except OSError:
-        return ""

@@ -351,20 +351,6 @@ def load(
     return report
 
 
-def describe_runs(cases: Iterable[Case]) -> str:
-    """Return which runs measured the cases, if several did: `2 cases were measured 2026-11-28 03:12
-    UTC on node1, 3 2026-11-28 07:30 UTC on node2`; "" if one did."""
-    runs: dict[str, list[Case]] = {}
-    for case in cases:
-        runs.setdefault(case.measured_at, []).append(case)
-    if len(runs) < 2:
-        return ""
-    first, *others = (runs[start] for start in sorted(runs))
-    text = f"{len(first)} {'case was' if len(first) == 1 else 'cases were'} measured"
-    parts = [f"{text} {first[0].measured}", *(f"{len(run)} {run[0].measured}" for run in others)]
-    return ", ".join(parts)
-
-
 def not_json(metrics: dict[str, Any]) -> str | None:
     """Return a message about the first metric that JSON cannot represent; None if none."""
     for name, value in metrics.items():

@@ -111,6 +111,21 @@ class Run(Report):
     remarks: list[str] = field(default_factory=list)
     span: tuple[str, str] | None = None
 
+    @property
+    def resumed(self) -> str:
+        """Which runs measured the cases, if several did: `2 cases were measured 2026-11-28 03:12
+        UTC on node1, 3 2026-11-28 07:30 UTC on node2`; "" if one did."""
+        runs: dict[str, list[Row]] = {}
+        for row in self.rows.values():
+            runs.setdefault(row.measured_at, []).append(row)
+        if len(runs) < 2:
+            return ""
+        first, *others = (runs[start] for start in sorted(runs))
+        text = f"{len(first)} {'case was' if len(first) == 1 else 'cases were'} measured"
+        return ", ".join(
+            [f"{text} {first[0].measured}", *(f"{len(run)} {run[0].measured}" for run in others)]
+        )
+
 
 def load(
     words: Sequence[str],

@@ -7,6 +7,7 @@ calls, as given in the last call.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -19,7 +20,6 @@ from typing import NamedTuple
 from analysis.runs.verdicts import Design
 from harness import files
 from harness.cli import cut
-from harness.contents import of_file
 from harness.report import shown, without_secrets
 
 PLAN, VERDICT = "plan.txt", "verdict.txt"  # files in OUT
@@ -181,7 +181,11 @@ def state_of(path: Path) -> str:
         return "gone"
     if state.st_size > MAX_HASHED:
         return f"{state.st_size}@{state.st_mtime_ns}"
-    return of_file(path) or "unreadable"
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    except OSError:
+        return "unreadable"
 
 
 def is_code(path: Path) -> bool:

@@ -33,7 +33,6 @@ from analysis.runs.load import Row, Run, by_benchmark, rows_of, time_of_blocks
 from analysis.runs.sessions import ENOUGH, Groups, sessions_of
 from analysis.show import join_distinct
 from harness.cli import cut
-from harness.report import describe_runs
 
 Rows = Sequence[Row | None]  # the rows of a case, one per run; None if the run lacks the case
 
@@ -238,8 +237,8 @@ def warnings_of(comparison: Comparison) -> list[str]:
         rule = ALLOWED if design.allow_disturbed else "pairs count if the load of both was alike"
         lines.append(f"{what} in {which}: {rule}")
     for run in runs:
-        if resumed := describe_runs(run.rows.values()):
-            lines.append(f"{run.label} was resumed: {resumed}")
+        if run.resumed:
+            lines.append(f"{run.label} was resumed: {run.resumed}")
         if run.synchronized:
             what = "PyTorch's script waits for the device in every iteration, ddp_sweep.py once per"
             effect = "which alone may make the steps of ddp_sweep.py shorter"

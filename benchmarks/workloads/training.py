@@ -7,11 +7,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from common.stats import (
+    MIN_ROUNDS,
     Estimate,
     Times,
     autocorrelation_time,
+    by_round,
     interval_around_middle,
-    mean_of_differences,
+    mean_half_width,
     median_half_width,
     percentiles,
 )
@@ -64,6 +66,20 @@ def late_ranks(samples: ArrayLike, rounds: Sequence[int]) -> tuple[list[int], Es
     medians = np.median(waits, axis=1)
     first = int(np.argmax(medians >= medians[-1] / 2))
     return sorted(order[: first + 1].tolist()), mean_of_differences(waits[first], rounds)
+
+
+def mean_of_differences(samples: ArrayLike, rounds: Sequence[int]) -> Estimate:
+    """Return the mean over rounds of block medians of differences of times, with its 95% interval.
+
+    There is no interval with fewer than 6 rounds. samples: seconds [n]; rounds: iterations of each
+    round, n in total.
+    """
+    medians = np.array([np.median(block) for block in by_round(samples, rounds)])
+    value = float(np.mean(medians))
+    if len(rounds) < MIN_ROUNDS:
+        return Estimate(value)
+    half = mean_half_width(medians)
+    return Estimate(value, value - half, value + half)
 
 
 def training_metrics(times: Times, samples_per_step: float) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from analysis.report import sections_of
 from analysis.runs.differences import describe_environment
 from analysis.runs.load import frame, load
 from analysis.runs.verdicts import Design, compare
-from harness.report import describe_runs
 from tests.pure.reports import ROOT, case, estimate, write
 from tests.pure.reports import run as done
 
@@ -207,7 +206,7 @@ def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: P
     assert table["host"].tolist() == ["vm"] + ["node2"] * 5
     assert table["started_at"].tolist()[:2] == ["2026-01-01T00:00:00+00:00", later["measured_at"]]
     told = "1 case was measured 2026-01-01 00:00 UTC on vm, 5 2026-01-02 03:04 UTC on node2"
-    assert describe_runs(run.rows.values()) == told
+    assert run.resumed == told
     assert describe_environment(run)["hosts"] == "vm, node2"
     other = write(tmp_path / "b.jsonl", case("no ddp", [1]))
     (plain,) = load([other])

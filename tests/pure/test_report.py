@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.report import SCHEMA, Case, Report, describe_runs, load, not_json, without_secrets
+from harness.report import SCHEMA, Case, Report, load, not_json, without_secrets
 
 ENVIRONMENT = {"torch": "2.15.0", "world_size": 2, "devices": ["cpu"], "version": "a"}
 ENVIRONMENT |= {"contents": {"mine": "0", "late": "1", "common": "2"}}
@@ -196,10 +196,6 @@ def test_a_requeued_job_continues_on_other_hosts(path: Path) -> None:
         "2026-11-28 01:12 UTC on node2, node3 and 1 more",
         "2026-11-28 03:12 UTC on node1",
     ]
-    assert describe_runs([cases[1], cases[0]]) == (
-        f"1 case was measured {cases[0].measured}, 1 {cases[1].measured}"
-    )
-    assert describe_runs(cases[:1]) == ""
 
 
 def test_the_load_belongs_to_the_run_that_measured(path: Path) -> None:

@@ -127,3 +127,10 @@ def test_overlap_has_an_interval_over_rounds(
     else:
         ends = (overlap - half, overlap + half)
         assert (found.low, found.high) == pytest.approx(ends, abs=1e-3 * half + 1e-3)
+
+
+def test_a_difference_keeps_its_interval() -> None:
+    """The blocks of 6 rounds have medians of 2 and -1: 0.5, s = 1.643, t s / sqrt(6) = 1.725."""
+    found = training.mean_of_differences([2, 2, 9, -1, -1, -9] * 3, [3] * 6)
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, -1.225, 2.225), rel=3e-3)
+    assert training.mean_of_differences([2.0, -1.0], [1, 1]) == Estimate(0.5)
