@@ -15,7 +15,12 @@ from common.table import fitted
 from harness.report import load
 from tests.process import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docs" / "results" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
 COMMAND = re.compile(
