@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from harness import cpu_load
+
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}  # ab.py's exit status
 
@@ -84,13 +86,15 @@ def alike(count: int, seconds: float, seed: int, scatter: float = 0.01) -> list[
 
 
 def run(script: str, *words: str) -> CompletedProcess[str]:
-    """Run a script of analysis/ in this process, which has already imported its packages."""
+    """Run a script of analysis/ in this process, which has already imported its packages. For the
+    script, the machine is idle."""
     path = str(ROOT / "analysis" / script)
     out, err = io.StringIO(), io.StringIO()
     status: Any = 0
     try:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", [path, *words])
+            patch.setattr(cpu_load, "busy_seconds", lambda cores: 0.0)
             runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
         status = end.code
