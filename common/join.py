@@ -171,7 +171,7 @@ def keep_freed_memory() -> bool:
     Returns whether glibc does.
 
     By default glibc returns memory to the system after each step until the heap has grown, which
-    made the first case of a process 6 to 13% slower than the same step later (docs/measuring.md).
+    made the first case of a process 6 to 13% slower than the same step later (docs/evidence.md).
     """
     libc = ctypes.CDLL(None)
     users = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)

@@ -199,7 +199,7 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
 
     None if there are too few samples (under 6 at 95%), if they drift, or if their batches
     disagree. The interval reaches from the k-th smallest to the k-th largest sample, where
-    k = round(n/2 - h), and h is the larger of these two (docs/measuring.md has the coverage):
+    k = round(n/2 - h), and h is the larger of these two (docs/evidence.md has the coverage):
 
     - z sqrt(n tau) / 2, where tau is the autocorrelation time of the signs about the median
       (Campbell and Gardner 1988, BMJ 296:1454; Sen 1968);

@@ -1,6 +1,6 @@
 """How often are compare.py and ab.py wrong while other processes run?
 
-Really compares two programs, each of which takes a second, on this machine. docs/measuring.md shows
+Really compares two programs, each of which takes a second, on this machine. docs/evidence.md shows
 the results next to those of the simulation.
 
     python tests/measure_verdicts.py idle busy period:2 period:10 period:120 steady:5 steady:30

@@ -9,7 +9,7 @@ A pair is a case of the harness (common.timing.TimedLoop) and a bare loop with a
 other pair runs in reverse order. Each has a median and a mean of the calls on rank 0. Printed are
 ratios harness / bare loop: the median over the pairs with its 95% interval. 1 means no overhead.
 `first` compares a training step as the first and as the last case of a process; start it several
-times. Run this by hand on a machine where nothing else runs. docs/measuring.md has the results.
+times. Run this by hand on a machine where nothing else runs. docs/evidence.md has the results.
 """
 
 import argparse

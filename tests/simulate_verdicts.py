@@ -1,9 +1,9 @@
 """Simulate the error rates of compare.py and ab.py.
 
-    python tests/simulate_verdicts.py            the table of docs/compare.md, some minutes
+    python tests/simulate_verdicts.py            the table of docs/evidence.md, some minutes
     python tests/simulate_verdicts.py nights     a stored baseline: 14 nights against one
     python tests/simulate_verdicts.py periods    ab.py while every n-th run, or a few runs, are slow
-    python tests/simulate_verdicts.py load       that of docs/measuring.md, under load
+    python tests/simulate_verdicts.py load       that of docs/evidence.md, under load
     python tests/simulate_verdicts.py load 7     the same, with runs that differ by 7%
 
 The times of runs are simulated, and are given to the functions that the scripts use. The logarithm
@@ -169,7 +169,7 @@ def fails(comparison: Comparison) -> bool:
 
 
 def show_nights(count: int = 1000) -> None:
-    """Print the table of docs/compare.md."""
+    """Print the table of docs/evidence.md."""
     print("| runs tonight | cases | gates that fail: no change | one case 5% | 10% | 20% slower |")
     print("|---|---|---|---|---|---|")
     for runs, cases, own in product((1, 2, 3), (1, 25), (True, False)):
@@ -224,7 +224,7 @@ def pairs_under(
 
 
 def show_under_disturbances(count: int = 1000) -> None:
-    """Print the table of disturbances in docs/compare.md."""
+    """Print the table of disturbances in docs/evidence.md."""
     print("| slow runs | 6 pairs: wrong | finds 5% | 20% | 12 pairs: wrong | finds 5% | 20% |")
     print("|---|---|---|---|---|---|---|")
     for name in DISTURBANCES:
@@ -326,7 +326,7 @@ def under_load(
 
 
 def show_under_load(scatter: float, count: int = 1000) -> None:
-    """Print the table of docs/measuring.md."""
+    """Print the table of docs/evidence.md."""
     print(
         "| condition | ab.py: wrong | at most | no verdict | finds 3% | 10% | 30% "
         "| compare.py: wrong | no verdict | finds 30% |"

@@ -11,7 +11,7 @@ CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@
 NEW_LINE = re.compile(r"\r\n|\r|\n")
 MOST_LINES = 5000  # that are searched for known patterns
 MOST_CHARACTERS = 2000  # of such a line
-PATTERNS = {  # program -> flags, as in docs/compare.md
+PATTERNS = {  # program -> flags, as in docs/logs.md
     "Megatron-LM": r"--step 'elapsed time per iteration \(ms\): ([\d.]+)'",
     "torchtitan": r"--step '(?<!validate )step: .* tps: ([\d,]+)' --unit 1/s",
     "Lightning": r"--step 'Epoch [1-9]\d*: +100%.* ([\d.]+)it/s'",

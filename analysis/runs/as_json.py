@@ -1,4 +1,4 @@
-"""The output of compare.py and ab.py with `--format json`. docs/compare.md describes the fields.
+"""The output of compare.py and ab.py with `--format json`. docs/ci.md describes the fields.
 
 The numbers are those of the table with all digits: seconds, ratios of TEST / BASE, and fractions. A
 number that the table shows as `-` or as `no interval` is null.

@@ -28,7 +28,7 @@ FILE = "file of "
 INHERITED = "inherited variable "
 MOST_NAMED = 6  # maximum number of differences in a message
 # Inherited variables that are not compared, because they differ between shells, sessions and jobs.
-# docs/compare.md lists them. These are whole names: a prefix may belong to a program of the user.
+# These are whole names: a prefix may belong to a program of the user.
 IGNORED = (
     *("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "HOSTNAME", "TMPDIR"),
     *("TERM", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TERM_SESSION_ID", "COLORTERM", "WINDOWID"),

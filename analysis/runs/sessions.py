@@ -1,7 +1,7 @@
 """Sessions: runs of one host with gaps below an hour.
 
 Runs of one session have more in common than runs of different times, so that many of them say
-little about tomorrow's. docs/compare.md states when the session is the unit of observation.
+little about tomorrow's. docs/ci.md states when the session is the unit of observation.
 """
 
 from collections.abc import Sequence

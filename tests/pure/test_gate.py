@@ -1,4 +1,4 @@
-"""The gates of docs/compare.md: git bisect, a training loop that writes a report, a GitHub
+"""The gates of docs/ci.md: git bisect, a training loop that writes a report, a GitHub
 workflow, a stored baseline, and the exit statuses."""
 
 import os
@@ -21,7 +21,7 @@ from harness.report import load
 from tests.process import ROOT, free_port
 from tests.pure.reports import SIGNALS, case, write
 
-PAGE = (ROOT / "docs" / "compare.md").read_text()
+PAGE = (ROOT / "docs" / "ci.md").read_text()
 # The 5th of 6 commits is slow. The 3rd has no verdict; git tries it first, and skips it.
 BISECT = """
 git init -q . && git config user.name x && git config user.email x@example.org

@@ -18,7 +18,7 @@ STEP = ("--step", r"took ([\d.]+) ms")
 
 
 def loops(folder: Path, level: float, command: str) -> str:
-    """Three reports as the program of docs/compare.md writes them, without hosts and metrics.
+    """Three reports as the program of docs/ci.md writes them, without hosts and metrics.
 
     The median of the steps of each one is 1.00, 1.01 and 0.99 times `level`.
     """

@@ -1,4 +1,4 @@
-"""--step: times from the logs of any program, the patterns in docs/compare.md, and ab.py with
+"""--step: times from the logs of any program, the patterns in docs/logs.md, and ab.py with
 logs."""
 
 import argparse
@@ -456,7 +456,7 @@ LOGS: dict[str, tuple[str, list[float]]] = {
     "mmengine": (MMENGINE, [0.5402]),
     "tqdm": (TRAINER, [1.27]),
 }
-PAGE = (ROOT / "docs" / "compare.md").read_text()
+PAGE = (ROOT / "docs" / "logs.md").read_text()
 ROWS = re.findall(r"^\| ([\w -]+) \| `(--step .+)` \|", PAGE, re.MULTILINE)
 ROWS += [("tqdm", words) for words in re.findall(r"^    (--step .+)$", PAGE, re.MULTILINE)]
 
