@@ -128,11 +128,11 @@ def is_compared(variable: str) -> bool:
     return variable.startswith(FAMILIES) and not BY_DESIGN.fullmatch(variable)
 
 
-def other_variables(of_ranks: Sequence[Mapping[str, str]], first: int = 0) -> list[dict[str, Any]]:
-    """Return the sets of variables that differ from that of rank `first`, most common set first:
-    the `ranks` of each, and the `variables` that differ (None: not set)."""
+def other_variables(of_ranks: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Return the sets of variables that differ from that of rank 0, most common set first: the
+    `ranks` of each, and the `variables` that differ (None: not set)."""
     texts = [json.dumps(dict(variables), sort_keys=True) for variables in of_ranks]
-    usual, sets = of_ranks[first], []
+    usual, sets = of_ranks[0], []
     for text, _ in Counter(texts).most_common():
         ranks = [rank for rank, of_rank in enumerate(texts) if of_rank == text]
         mine = of_ranks[ranks[0]]

@@ -69,7 +69,6 @@ class Node(Observer):
         if environment["cuda"]:
             last_line |= {"gpus": all_gpus, "slowed_s": all_slowed}
             lines += slowed_lines(hosts, all_gpus, all_slowed)
-            lines += without_counters(hosts, all_gpus, all_slowed)
         return lines
 
 
@@ -113,31 +112,25 @@ def seconds_of(text: str) -> float:
 
 
 def slowed_lines(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]) -> list[str]:
-    """Return a line for each GPU that was slowed down, with the seconds for each reason. A power
-    cap alone is a note, because large matrix products reach it normally. Warnings come first."""
-    warnings: list[str] = []
-    notes: list[str] = []
+    """Return a line for each GPU that was slowed down, with the seconds for each reason, and one
+    that names the hosts without counters. A power cap alone is a note, because large matrix
+    products reach it normally. Warnings come first."""
+    warnings, notes, unknown = list[str](), list[str](), list[str]()
     for host, node, seconds_of_node in zip(hosts, gpus, slowed, strict=True):
-        for row, seconds in zip(node, seconds_of_node or [{}] * len(node), strict=True):
+        if node and seconds_of_node is None:
+            unknown.append(f"{node[0]['driver_version']} of {host}")
+        for row, seconds in zip(node, seconds_of_node or [], strict=False):
             gpu = row["index"]
             reasons = ", ".join(f"{reason} for {s:.1f} s" for reason, s in seconds.items())
             if seconds.keys() - {POWER_CAP}:
                 warnings.append(f"warning: GPU {gpu} of {host} was throttled: {reasons}")
             elif seconds:
                 notes.append(f"note: GPU {gpu} of {host} was limited by its power: {reasons}")
-    return bounded(warnings + notes, "GPUs")
-
-
-def without_counters(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]) -> list[str]:
-    """Return a line that names the hosts whose driver has no throttle counters."""
-    drivers: dict[str, list[str]] = {}  # hosts by version of the driver
-    for host, node, seconds in zip(hosts, gpus, slowed, strict=True):
-        if node and seconds is None:
-            drivers.setdefault(node[0]["driver_version"], []).append(host)
-    if not drivers:
-        return []
-    where = "; ".join(f"{version} on {cut(names)}" for version, names in drivers.items())
-    return [f"note: this driver has no throttle counters ({where}): GPUs may have been slowed down"]
+    lines = bounded(warnings + notes, "GPUs")
+    if unknown:
+        note = f"note: no throttle counters (driver {cut(unknown)}): GPUs may have been slowed down"
+        lines.append(note)
+    return lines
 
 
 def network_errors() -> Counters:

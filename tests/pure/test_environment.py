@@ -81,30 +81,35 @@ def test_ranks_with_other_arguments_or_files(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_nodes_that_differ_are_named_and_counted() -> None:
+def test_what_differs_between_nodes_gpus_and_ranks() -> None:
     """400 of 1,200 nodes have half of the cores. One has another kernel and power limit, one
-    another driver."""
+    another driver and number of threads, and one sets other variables."""
     gpu = dict.fromkeys(nodes.OF_GPUS, "x") | {"index": "0", "power.limit": "700.00 W"}
-    same = dict.fromkeys(nodes.OF_NODES, "x") | {"gpus": [gpu, gpu | {"index": "1"}]}
-    cluster = [same | {"host": f"n{i}", "cores": 8} for i in range(1200)]
-    ranks = [{"rank": i, "local_rank": 0, "host": f"n{i}", "threads": 4} for i in range(1200)]
-    assert nodes.node_lines(cluster, ranks) == []
-    few = [node | {"cores": 4} for node in cluster[:400]]
-    lines = nodes.node_lines([*few, *cluster[400:]], ranks)
-    assert lines[0] == "n0 differs: cores 4 (8 elsewhere)"
-    assert lines[15:] == [
-        "n15 differs: cores 4 (8 elsewhere)",
-        "... and 384 more nodes that differ",
-    ]
-    capped = gpu | {"index": "1", "power.limit": "500.00 W"}
-    cluster[3] |= {"kernel": "5.10", "topology": "y", "gpus": [gpu, capped]}
-    cluster[5] |= {"gpus": [gpu | {"driver_version": "535"}] * 2}
-    ranks[5] |= {"threads": 1}
-    assert nodes.node_lines(cluster, ranks) == [
-        "n3 differs: kernel 5.10 (x elsewhere); topology; "
-        "power limit of GPU 1 500.00 W (700.00 W elsewhere)",
-        "n5 differs: driver version of its GPUs 535 (x elsewhere); "
-        "threads of rank 5: 1 (4 elsewhere)",
+    names = [f"n{i}" for i in range(1200)]
+    same = {"local_rank": 0, "threads": 4, "cores": 8}
+    ranks: list[dict[str, Any]] = [same | {"rank": i, "host": names[i]} for i in range(1200)]
+    cluster: dict[str, Any] = {"hosts": names, "ranks": ranks, "variables": {"NCCL_ALGO": "Ring"}}
+    cluster |= {listed: ["x"] * 1200 for listed in nodes.OF_NODES.values()}
+    cluster |= {"gpus": [[gpu, gpu | {"index": "1"}]] * 1200, "other_variables": []}
+    assert nodes.differences_of(cluster) == []
+    cluster["kernels"][3], cluster["topologies"][3] = "5.10\33[2J", "y"
+    cluster["gpus"][3] = [gpu, gpu | {"index": "1", "power.limit": "500.00 W"}]
+    cluster["gpus"][5] = [gpu | {"driver_version": "535"}] * 2
+    for i in range(400):
+        ranks[i]["cores"] = 4
+    ranks[5]["threads"] = 1
+    other = {"NCCL_ALGO": None, "FI_PROVIDER": "efa"}
+    cluster["other_variables"] = [{"ranks": [7], "variables": other}]
+    few = [f"rank {i} on n{i}" for i in range(8)]
+    assert nodes.differences_of(cluster) == [
+        "kernel of n3: '5.10\\x1b[2J' (x elsewhere)",
+        "topology of n3: another one",
+        "driver version of GPU 0 of n5: 535 (x elsewhere)",
+        "power limit of GPU 1 of n3: 500.00 W (700.00 W elsewhere)",
+        f"cores of {', '.join(few)} and 392 more: 4 (8 elsewhere)",
+        "threads of rank 5 on n5: 1 (4 elsewhere)",
+        "NCCL_ALGO of rank 7 on n7: unset (Ring elsewhere)",
+        "FI_PROVIDER of rank 7 on n7: efa (unset elsewhere)",
     ]
 
 
@@ -118,7 +123,7 @@ def test_variables_that_can_affect_a_measurement(monkeypatch: pytest.MonkeyPatch
 
 
 def test_variables_of_some_ranks() -> None:
-    """Each host with deviating ranks has a line with both values. Variables that differ by design
+    """Relative to rank 0, whose variables are all in the report. Variables that differ by design
     are left out."""
     by_design = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "7", "NCCL_IB_HCA": "mlx5_0"}
     by_design |= {"UCX_NET_DEVICES": "mlx5_0:1", "OMP_PLACES": "{0}", "OMP_NUM_THREADS": "2"}
@@ -129,30 +134,13 @@ def test_variables_of_some_ranks() -> None:
     names += "GLIBC_TUNABLES MKL_NUM_THREADS TCMALLOC_X NCCL_ALGO TORCH_X"
     assert [name for name in names.split() if not environment.is_compared(name)] == []
     usual, ring = {"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring"}
-    other = {"NCCL_DEBUG": "INFO\33[2J", "FI_PROVIDER": "efa"}
+    other = {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "efa"}
     of_ranks = [other, usual, usual, usual, ring, ring, ring]
-    hosts = ["a", "a", "a", "a", "b", "b", "c"]
     assert environment.other_variables(of_ranks[1:4]) == []
-    assert environment.other_variables(of_ranks, first=1) == [
-        {"ranks": [4, 5, 6], "variables": {"NCCL_ALGO": "Ring"}},
-        {"ranks": [0], "variables": {"FI_PROVIDER": "efa", "NCCL_DEBUG": "INFO\33[2J"}},
-    ]
-    # in the report, relative to rank 0, whose variables are all in it
     without_fi = {"FI_PROVIDER": None, "NCCL_DEBUG": "WARN"}
     assert environment.other_variables(of_ranks) == [
         {"ranks": [1, 2, 3], "variables": without_fi},
         {"ranks": [4, 5, 6], "variables": {**without_fi, "NCCL_ALGO": "Ring"}},
-    ]
-    assert nodes.variable_lines(of_ranks[1:4], hosts) == []
-    # of two different ranks, the first is the reference
-    assert nodes.variable_lines(of_ranks[3:5], ["a", "b"]) == [
-        "variables of rank 1 on b differ: NCCL_ALGO Ring (rank 0: unset)"
-    ]
-    assert nodes.variable_lines(of_ranks, hosts) == [
-        "variables of rank 4, 5 on b differ: NCCL_ALGO Ring (rank 1: unset)",
-        "variables of rank 6 on c differ: NCCL_ALGO Ring (rank 1: unset)",
-        "variables of rank 0 on a differ: FI_PROVIDER efa (rank 1: unset), "
-        "NCCL_DEBUG 'INFO\\x1b[2J' (rank 1: WARN)",
     ]
 
 

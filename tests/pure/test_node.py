@@ -57,7 +57,7 @@ def test_reasons_for_throttling_during_the_run() -> None:
     ]
     assert node.slowed_seconds(before, before, ["0", "1"]) == [{}, {}]
     assert node.slowed_lines(["a"], [gpus], [[{}, {}]]) == []
-    assert node.slowed_lines(["a"], [gpus], [None]) == []
+    assert node.slowed_lines(["a"], [[]], [None]) == []
 
 
 def test_a_driver_without_counters_is_named() -> None:
@@ -68,9 +68,9 @@ def test_a_driver_without_counters_is_named() -> None:
     assert node.slowed_seconds(unknown, [], ["0"]) is None  # the second query failed
     old, new = [{"driver_version": "535.113.01"}], [{"driver_version": "595.45.04"}]
     # d has no nvidia-smi
-    assert node.without_counters([*"abcd"], [old, new, old, []], [None, [{}], None, None]) == [
-        "note: this driver has no throttle counters (535.113.01 on a, c): "
-        "GPUs may have been slowed down"
+    assert node.slowed_lines([*"abcd"], [old, new, old, []], [None, [{}], None, None]) == [
+        "note: no throttle counters (driver 535.113.01 of a, 535.113.01 of c): GPUs may have been "
+        "slowed down"
     ]
 
 
