@@ -1,5 +1,5 @@
 """examples/: each file runs by the command in its docstring, prints that output, and needs no
-other. The programs of docs/ into which a core is pasted run, too."""
+other."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from examples import ddp_exposed
 from tests.process import ROOT
-from tests.pure.test_cores import SOURCES, program_of, unknown_names
+from tests.pure.test_cores import unknown_names
 
 EXAMPLES = ROOT / "examples"
 FILES = sorted(EXAMPLES.glob("*.py"))
@@ -190,15 +190,3 @@ def test_a_single_rank_is_refused(name: str, bench: Callable[..., Any]) -> None:
     run = bench(f"examples/{name}.py", ranks=0, json=False)
     assert run.status == 1
     assert "expected 2 ranks or more: torchrun --nproc-per-node " in run.err
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", sorted(SOURCES))
-def test_the_program_of_a_page_runs(name: str, bench: Callable[..., Any], tmp_path: Path) -> None:
-    """With the lines that a reader pastes. aot_eager replaces inductor, which runs a compiler."""
-    path = tmp_path / "pasted.py"
-    # init_rpc of torch 2.11 to 2.15 warns about its own calls
-    quiet = "import warnings\n\nwarnings.simplefilter('ignore')\n"
-    path.write_text(quiet + program_of(name).replace('"inductor"', '"aot_eager"'))
-    run = bench(str(path), ranks=3, json=False)
-    assert run.status == 0, run.err

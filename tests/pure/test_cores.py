@@ -1,7 +1,6 @@
 """The marked cores of the scripts can be pasted: they need torch, and nothing of common/.
 
-A core is everything between `# [core]` and `# [/core]` in a script. Its page links to it, with a
-program around it.
+A core is everything between `# [core]` and `# [/core]` in a script. Its page links to it.
 """
 
 import ast
@@ -16,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = re.compile(r"^# \[core\]\n(.*?)^# \[/core\]$", re.MULTILINE | re.DOTALL)
 SCRIPTS = sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
 SOURCES = {"batch_update_ps", "compile_sweep", "ddp_rpc", "ddp_sweep", "parameter_server"}
-PLACE = "# the lines between # [core] and # [/core]\n"  # in the program of a page
 OF_A_TUTORIAL = {*sys.stdlib_module_names, "torch", "torchvision", "numpy"}
 
 
@@ -33,15 +31,6 @@ def pasted(source: str) -> str:
         if node.names and module.split(".")[0] in OF_A_TUTORIAL:
             imports.append(ast.unparse(node))
     return "\n".join([*imports, "", cores, ""])
-
-
-def program_of(name: str) -> str:
-    """The program on the page of a script, with the core in its place."""
-    page = (ROOT / "docs" / f"{name}.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (program,) = [block for block in blocks if PLACE in block]
-    cores = CORE.findall((ROOT / "benchmarks" / f"{name}.py").read_text())
-    return program.replace(PLACE, "\n\n".join(cores))
 
 
 def unknown_names(source: str) -> list[str]:
@@ -63,14 +52,8 @@ def test_a_core_needs_nothing_of_the_project(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
-def test_the_program_of_a_page_has_all_imports(name: str) -> None:
-    """tests/test_examples.py runs it."""
-    assert unknown_names(program_of(name)) == []
-
-
-@pytest.mark.parametrize("name", sorted(SOURCES))
 def test_the_page_links_to_the_core(name: str) -> None:
-    """The page has a link to the script instead of a copy of its core."""
+    """And to a complete file in examples/."""
     page = (ROOT / "docs" / f"{name}.md").read_text()
     assert f"](../benchmarks/{name}.py)" in page
-    assert "```python core" not in page
+    assert "](../examples/" in page
