@@ -1,4 +1,4 @@
-"""The report that `--json PATH` writes: JSON lines. docs/measuring.md describes the format.
+"""The report that `--json PATH` writes: JSON lines. docs/report.md describes the format.
 
 The first line describes the run, followed by one line per case. The last line holds the status of
 the run. Each line is synced to disk as soon as its case has been measured, so a crash or a full
