@@ -382,7 +382,7 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     "name", ["CPU, quiet", "CPU, 30%", "GPU", "links, CPU", "links, GPU", "crowded"]
 )
 def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
-    """The limits are wide. docs/node_check.md has the rates of more runs."""
+    """The limits are wide. docs/evidence.md has the rates of more runs."""
     condition = simulation.CONDITIONS[name]
     healthy = simulation.rates(condition, 1.0, 15)
     slow = simulation.rates(condition, simulation.slower(name), 10)
