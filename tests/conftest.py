@@ -44,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests on the CPU are the same on every machine
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """All cores for the whole quick part; a file is faster in one process."""
+    is_whole = not config.option.file_or_dir and not config.option.markexpr
+    return min(os.cpu_count() or 1, 4) if is_whole else 0
+
+
 @pytest.fixture(scope="session")
 def lab_folder() -> Path:
     """tests/cudalab, built for this torch. It is built again only if its sources or torch change.

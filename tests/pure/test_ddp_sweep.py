@@ -134,12 +134,6 @@ def test_settings_that_do_not_differ_significantly() -> None:
     )
 
 
-def test_a_significant_ratio_is_not_rounded_to_1() -> None:
-    assert Estimate(1.004, 1.002, 1.006).as_factor() == "1.004 times (1.002 to 1.006)"
-    assert Estimate(0.9993, 0.9987, 0.9999).as_factor() == "0.9993 times (0.9987 to 0.9999)"
-    assert Estimate(1.004, 0.998, 1.006).as_factor() == "1.00 times (1.00 to 1.01)"
-
-
 def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | None:
     """The setting that is called the fastest, or None. Blocks scatter by 2 percent."""
     labels = [f"{number}MB none" for number in range(len(times))]

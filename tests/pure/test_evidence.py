@@ -52,16 +52,6 @@ def test_a_copied_run_does_not_count_twice(tmp_path: Path) -> None:
     assert re.search(r"# warning: left out: a copy of \S+old/00.jsonl: \S+/00.jsonl, \S+", printed)
 
 
-def test_four_copies_of_one_run_are_one_run(tmp_path: Path) -> None:
-    runs(tmp_path / "a", [1.0, 1.1])
-    for number in range(4):
-        path = write(tmp_path / "b" / f"{number}.jsonl", case("no ddp", [0.9]), started_at="x")
-        Path(path).write_text(Path(path).read_text() + "\n" * number)  # other bytes, the same run
-    status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert status == 4
-    assert "2 usable runs per side are needed, but there are 2 of BASE and 1 of TEST" in printed
-
-
 def test_a_copy_from_before_the_end_of_the_run(tmp_path: Path) -> None:
     """Of each run there is a copy without its last line, which comes first. The run itself
     counts."""

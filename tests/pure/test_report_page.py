@@ -1,6 +1,6 @@
 """analysis/report.py: escaping, tables and figures of its pages.
 
-test_golden_texts.py has the text of one page, and tests/test_report_page.py opens it in a browser.
+tests/test_report_page.py opens a page in a browser.
 """
 
 import html

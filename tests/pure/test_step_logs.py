@@ -366,14 +366,6 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     assert "# 1 undecided\n" in one.stdout
 
 
-def test_a_copied_log_does_not_count_twice(tmp_path: Path) -> None:
-    base = [write_log(tmp_path / f"a{n}.log", [100.0 + n] * 3) for n in (1, 2)]
-    test = [write_log(tmp_path / f"b{n}.log", [100.5] * 3) for n in (1, 2)]
-    done = run("compare.py", *base, "--test", *test, "--step", MS, "--fail-on", "slower")
-    assert done.returncode == 4
-    assert f"left out: a copy of {test[0]}: {test[1]}" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("base", "test", "verdict"),
     [
