@@ -114,13 +114,13 @@ def test_models_of_transformers(
 
 
 @smoke
-def test_the_gpt_2_of_readme(
+def test_the_gpt_2_of_the_page(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With both scripts and small parameters. DDP and FSDP2 are compared."""
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
-    save_module("mine.py", tmp_path, ROOT / "README.md")
+    save_module("mine.py", tmp_path, ROOT / "docs" / "ddp_sweep.md")
     monkeypatch.chdir(tmp_path)
     model = ("--model", "mine:gpt2?batch=2&layers=1&width=48&length=16")
     run = bench("benchmarks/ddp_sweep.py", *model, "--world-sizes", "2", "--iters", "1")
