@@ -110,15 +110,6 @@ class Parser(argparse.ArgumentParser):
         if is_rank_0():
             super().print_help(file)
 
-    def suggest_flag(self, word: str) -> str:
-        """Return `; did you mean --collective all_reduce?` if a flag has such a choice; or ""."""
-        for action in self._actions:
-            choices = action.choices or getattr(action.type, "choices", None) or ()
-            if near := difflib.get_close_matches(word, map(str, choices), n=1, cutoff=0.8):
-                flag = max(action.option_strings, key=len, default="")
-                return f"; did you mean {flag} {near[0]}?"
-        return ""
-
     def error(self, message: str) -> NoReturn:
         refuse(message)
 
@@ -135,8 +126,7 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            near = self.suggest_flag(name) or suggest(name, flags)
-            self.error(f"unknown argument '{name}'{near}")
+            self.error(f"unknown argument '{name}'{suggest(name, flags)}")
         for name, value in vars(parsed).items():
             if isinstance(value, PerDevice):
                 setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)
@@ -181,7 +171,6 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
                 values.append(value)
         return values
 
-    vars(parse)["choices"] = choices  # for suggest_flag
     return parse
 
 
@@ -268,12 +257,7 @@ def add_common_flags(
     backends: those that the help of --backend lists first."""
     parser.measures = True
     add = parser.add_argument_group("flags of all scripts").add_argument
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="device to run on (default: auto, which is CUDA if torch finds a GPU)",
-    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if available")
     add(
         *("--distributed-backend", "--backend"),
         dest="backend",
@@ -286,15 +270,9 @@ def add_common_flags(
         *("-w", "--warmup-iters"),
         type=number(int, 0),
         metavar="N",
-        help="warm up each step with N untimed iterations, at least 1 (default: 5 or more, until "
-        "its times are steady, for up to a quarter of --max-seconds)",
+        help="untimed iterations of each step (default: at least 5, until its times are steady)",
     )
-    add(
-        "--iters",
-        type=positive_int,
-        metavar="N",
-        help="time exactly N iterations; overrides the three limits below",
-    )
+    add("--iters", type=positive_int, metavar="N", help="time N iterations; overrides limits below")
     add(
         "--min-iters",
         type=positive_int,
@@ -307,15 +285,14 @@ def add_common_flags(
         type=fraction,
         default=0.02,
         metavar="P",
-        help="end a case when the 95%% interval of the step's median is within +-P (default: 2%%)",
+        help="end a case when the 95%% interval of its median is within +-P (default: 2%%)",
     )
     add(
         "--max-seconds",
         type=positive_float,
         default=max_seconds,
         metavar="S",
-        help="end a case after S seconds, or after 1.25 S if an interval is still missing, but not "
-        f"before 6 rounds (default: {max_seconds:g})",
+        help=f"time budget of a case, exceeded for a missing interval (default: {max_seconds:g})",
     )
     add("--wide", action="store_true", help="print all tables and columns, also on a terminal")
     add("--dry-run", action="store_true", help="list the cases and exit")
@@ -334,24 +311,20 @@ def add_common_flags(
         nargs="?",
         const="traces",
         metavar="DIR",
-        help="after the timing, profile 5 more iterations of each step and write traces to DIR, or "
-        "to traces/ if DIR is omitted (docs/profile.md)",
+        help="after the timing, write traces of 5 more iterations to DIR, or traces/ without DIR",
     )
-    rank_list = list_of(number(int, 0))
     add(
         "--profile-ranks",
-        type=lambda text: {*rank_list(text)},
+        type=list_of(number(int, 0)),
         metavar="RANK",
-        help="ranks that write traces, e.g. 0,1 (default: the first rank of each node and the "
-        "slowest rank)",
+        help="ranks that write traces, e.g. 0,1 (default: the first of each node and the slowest)",
     )
     add(
         *("-T", "--timeout"),
         type=positive_float,
         default=timeout,
         metavar="S",
-        help="after S seconds without progress, name the ranks that hang and end the run "
-        f"(default: {timeout:g})",
+        help=f"after S seconds without progress, name the hanging ranks (default: {timeout:g})",
     )
 
 
