@@ -56,11 +56,8 @@ class Job:
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return the picklable values of all ranks on rank 0, None on other ranks. All ranks call
-        it. Raises LostPeer.
-
-        No rank returns before all have called it, because gather_object all-gathers the sizes
-        first. Otherwise hang detection would call rank 0 late, too, while it waits for a late rank.
-        """
+        it. Raises LostPeer. No rank returns before all have called it, because gather_object
+        all-gathers the sizes first: while rank 0 waits for a late rank, it is not called late."""
         values = [None] * self.world_size if self.rank == 0 else None
         with lost_peer():
             dist.gather_object(value, values, group_dst=0, group=self.control)
@@ -111,11 +108,8 @@ def lost_peer() -> Iterator[None]:
 
 
 def local_rank() -> int:
-    """Return the index of this rank on its node, from LOCAL_RANK or, under torchrun, from RANK.
-
-    `torchrun --virtual-local-rank` sets LOCAL_RANK to 0 on all ranks. torchrun numbers ranks node
-    by node, so with equal nodes the index follows from RANK.
-    """
+    """Return the index of this rank on its node, from LOCAL_RANK or, under torchrun with equal
+    nodes, from RANK: `torchrun --virtual-local-rank` sets LOCAL_RANK to 0 on all ranks."""
     names = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, world_size, nodes, ranks_of_node = (int(os.environ.get(name, "0")) for name in names)
     if nodes > 0 and world_size == nodes * ranks_of_node:  # torchrun, evenly distributed
@@ -157,11 +151,8 @@ def connect(group: dist.ProcessGroup, job: Job) -> float:
 
 
 def abort_group(group: Group) -> None:
-    """Abort the groups of a case that have not been aborted yet, from any thread. Errors are
-    ignored.
-
-    The groups are aborted concurrently, since an abort in NCCL waits for the kernels of the other
-    groups, which end only when those are aborted too (NVIDIA/nccl#1013).
+    """Abort the groups of a case that have not been aborted yet, from any thread, concurrently: an
+    abort in NCCL waits for the kernels of the other groups (NVIDIA/nccl#1013). Errors are ignored.
     """
     with abort_lock:
         new = [tested for tested in (group.workload, *group.extra) if tested not in group.aborted]

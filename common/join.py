@@ -39,14 +39,12 @@ def join(
     *,
     control_timeout: timedelta | None = None,
 ) -> Job:
-    """Join the job, or start a world of one, and select a device.
+    """Join the job, or start a world of one, and select a device. Raises Refused and NotArrived.
 
     device: `auto` (CUDA if torch finds a GPU), `cpu` or `cuda`. backend: of groups under test; None
     for nccl on CUDA and gloo on the CPU. timeout: of the rendezvous and of groups under test; None
-    for torch's own default. control_timeout: of control groups; by default the same.
-
-    CUDA is first called once all ranks have met, so that until then no rank of this job occupies
-    GPU memory. Raises Refused and NotArrived.
+    for torch's default. control_timeout: of control groups; by default the same. Until all ranks
+    have met, none of them occupies GPU memory.
     """
     place = rank, on_node, world_size, local_world_size = world()
     wanted, least = 64 + 16 * world_size, LEAST_FILES + 2 * world_size
@@ -167,12 +165,9 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep memory that the process frees, unless variables of the user configure malloc.
-    Returns whether glibc does.
-
-    By default glibc returns memory to the system after each step until the heap has grown, which
-    made the first case of a process 6 to 13% slower than the same step later (docs/evidence.md).
-    """
+    """Make glibc keep freed memory, unless variables of the user configure malloc. Returns whether
+    it does. By default glibc returns memory after each step until the heap has grown, which made
+    the first case of a process 6 to 13% slower than the same step later (docs/evidence.md)."""
     libc = ctypes.CDLL(None)
     users = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if users or not hasattr(libc, "mallopt"):  # musl lacks it
@@ -231,12 +226,10 @@ def connect_to_store(rank: int, limit_s: float, on_loopback: bool) -> dist.TCPSt
 def meet(
     rank: int, world_size: int, limit_s: float, on_loopback: bool = False
 ) -> tuple[dist.Store, dist.Store]:
-    """Wait in the store until all ranks have arrived, for up to `limit_s` seconds.
-
-    Returns two connections to the store. Both are made now, while ranks arrive one by one: the
-    store resolves the name of each client in turn (pytorch/pytorch#159007). If all ranks connected
-    at once, a name server might drop requests, and the store would block for 5 s for each.
-    """
+    """Wait until all ranks have arrived, for up to `limit_s` seconds. Returns two connections to
+    the store. Both are made now, while ranks arrive one by one: the store resolves the name of each
+    client in turn (pytorch/pytorch#159007), and if all ranks connected at once, a name server might
+    drop requests, which blocks the store for 5 s each."""
     until = time.monotonic() + limit_s
     tcp = connect_to_store(rank, limit_s, on_loopback)
     # torchrun's store survives a restart of the ranks. Without a prefix per attempt the new ranks

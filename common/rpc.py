@@ -48,9 +48,7 @@ class Roles:
 
     def device_maps(self, rank: int, devices: list[str]) -> dict[str, Any]:
         """Return the device maps of a rank: {callee: {device of this rank: device of the callee}}.
-
-        Servers need them as well, because distributed autograd calls back. devices: of each rank.
-        """
+        Servers need them, too: distributed autograd calls back. devices: of each rank."""
         peers = self.servers if rank in self.trainers else self.trainers
         mapped = [peer for peer in peers if self.wire(rank, peer) == "cuda"]
         return {self.name(peer): {devices[rank]: devices[peer]} for peer in mapped}
@@ -79,12 +77,9 @@ class RpcOptions:
 
 
 def need_files(world_size: int, options: RpcOptions) -> None:
-    """Raise the limit on open files to the number that TensorPipe may need with all ranks as peers.
-
-    Counted with torch 2.15 on the CPU (sockets, pipes, shared memory): 205 files for one peer and
-    56 for each additional one; with uv only, 158 and 8. Raises Refused if the hard limit is too
-    low, because TensorPipe would abort the process.
-    """
+    """Raise the limit on open files to what TensorPipe may need with all ranks as peers: with torch
+    2.15 on the CPU 205 for one peer and 56 for each other one; with uv only, 158 and 8. Raises
+    Refused if the hard limit is too low, because TensorPipe would abort the process."""
     needed = 150 + world_size * (10 if options.transports == ["uv"] else 60)
     limit = raise_file_limit(needed)
     if limit < needed:
@@ -96,11 +91,9 @@ def need_files(world_size: int, options: RpcOptions) -> None:
 
 
 def start(job: Job, roles: Roles, options: RpcOptions | None = None) -> list[str]:
-    """Start this process as an RPC worker, named by its role. All ranks call it.
-
-    Returns the devices of all ranks. Raises Refused if a transport is not available here,
-    TimeoutError if the start takes longer than `timeout_s`, and LostPeer.
-    """
+    """Start this process as an RPC worker, named by its role, and return the devices of all ranks,
+    which all call it. Raises Refused if a transport is not available here, TimeoutError after
+    `timeout_s`, and LostPeer."""
     options = options or RpcOptions()
     need_files(job.world_size, options)
     devices: list[str] = job.broadcast(job.gather(str(job.device)))
@@ -140,9 +133,6 @@ def start(job: Job, roles: Roles, options: RpcOptions | None = None) -> list[str
 
 
 def stop(graceful: bool = True) -> None:
-    """Stop RPC. All ranks call it.
-
-    graceful: wait until all ranks have called it and all calls are answered. False after a failure,
-    when a call may never be answered.
-    """
+    """Stop RPC. All ranks call it. graceful: wait until all calls are answered; False after a
+    failure, when a call may never be answered."""
     rpc.shutdown(graceful)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -20,11 +20,8 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # units of time, in seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95% confidence interval.
-
-    low, high: ends of the interval. None if there are too few samples or if they drift. In a report
-    an Estimate is a JSON object with these three entries.
-    """
+    """A number with its 95% confidence interval, whose ends are None if there are too few samples
+    or if they drift. In a report it is a JSON object with these three entries."""
 
     value: float
     low: float | None = None
@@ -32,8 +29,7 @@ class Estimate:
 
     @property
     def relative(self) -> float | None:
-        """Distance from the value to the farther end of the interval, as a fraction of the value.
-        None without an interval."""
+        """Return the distance to the farther end as a fraction of the value; None without ends."""
         if self.low is None or self.high is None:
             return None
         return max(self.high - self.value, self.value - self.low) / max(abs(self.value), 1e-12)
@@ -47,12 +43,8 @@ class Estimate:
         return self.low is not None and self.low > bound
 
     def __truediv__(self, other: "Estimate | float") -> "Estimate":
-        """Divide by a positive number.
-
-        The interval of the quotient is the widest one that the ends of both intervals allow, so it
-        contains the true quotient if both intervals contain the true numbers: with a probability of
-        at least 90% (Bonferroni).
-        """
+        """Divide by a positive number. The interval is the widest one that the ends of both allow,
+        so it contains the true quotient with a probability of at least 90% (Bonferroni)."""
         if not isinstance(other, Estimate):
             other = Estimate(other, other, other)
         value = self.value / other.value
@@ -80,12 +72,8 @@ class Estimate:
         return Estimate(whole - self.value, whole - self.high, whole - self.low)
 
     def text(self, unit: str = "", scale: float = 1, digits: int | None = None) -> str:
-        """The number times `scale`, with its interval: `1.24 GB/s (1.10 to 1.39)`.
-
-        unit: separated from the number by a space, unless it starts with `%` or `x`:
-        `12% (10 to 15)`, `1.12x slower (1.08 to 1.17)`.
-        digits: number of decimals. By default the value is shown with three significant digits.
-        """
+        """Format the number times `scale`: `1.24 GB/s (1.10 to 1.39)`, or if the unit starts with
+        `%` or `x`, `12% (10 to 15)`. digits: decimals; by default three significant digits."""
         digits = digits_of(self.value * scale) if digits is None else digits
         number = f"{self.value * scale:,.{digits}f}"
         if unit:
@@ -95,12 +83,9 @@ class Estimate:
         return f"{number} ({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})"
 
     def as_factor(self, most: float = math.inf, bound: str = "", unit: str = "times") -> str:
-        """A factor in words: `1.24 times (1.10 to 1.39)`.
-
-        most, bound: upper bound of the factor, and what it is. If the interval exceeds it, the
-        result is `1.73 times (1.38 to 2, the number of ranks)`. More decimals are used if rounding
-        would make an interval that excludes 1 look as if it contained 1. unit: as in `text`.
-        """
+        """Format a factor: `1.24 times (1.10 to 1.39)`, with more decimals if rounding would make
+        an interval that excludes 1 seem to contain it. most, bound: its upper bound, and what that
+        is. If the interval exceeds it: `1.73 times (1.38 to 2, the number of ranks)`."""
         if self.low is None or self.high is None:
             return self.text(unit, digits=2)
         if self.high > most:
@@ -117,11 +102,8 @@ class Estimate:
         return self.text(unit, 1 / UNITS[unit])
 
     def part_of(self, whole: float) -> str:
-        """A part of a time, with the unit and decimals of the whole: `16.2 ms (11.3 to 22.0)`.
-
-        whole: in seconds, printed next to this part. If the part is not certainly above 0, the
-        result is `nothing measurable (-1.0 to 2.0 ms)`.
-        """
+        """Format a part of a time in seconds, with the unit and decimals of the whole: `16.2 ms
+        (11.3 to 22.0)`, or `nothing measurable (-1.0 to 2.0 ms)` if it may be 0."""
         unit = unit_of(whole)
         digits = digits_of(whole / UNITS[unit])
         if (self.value if self.low is None else self.low) > 0:
@@ -133,7 +115,7 @@ class Estimate:
 
 
 def digits_of(value: float) -> int:
-    """Number of decimals for three significant digits: 124, 12.4, 1.24, 0.124. At most 5."""
+    """Return the decimals for three significant digits: 124, 12.4, 1.24, 0.124. At most 5."""
     digits = 0
     while digits < 5 and abs(value) < 10 ** (2 - digits):
         digits += 1
@@ -141,10 +123,8 @@ def digits_of(value: float) -> int:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Format with a number of significant digits, including trailing zeros: `193.0`, `12,346`.
-
-    Numbers below 1e-4 or from 1e15 on are shown with an exponent, and 0 as `0`.
-    """
+    """Format with significant digits, including trailing zeros: `193.0`, `12,346`. Numbers below
+    1e-4 or from 1e15 on have an exponent, and 0 is `0`."""
     if not value:
         return "0"
     if not 1e-4 <= abs(value) < 1e15:
@@ -154,7 +134,7 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def unit_of(seconds: float) -> str:
-    """The largest unit in which a time is at least 1; microseconds for shorter times."""
+    """Return the largest unit in which a time is at least 1; microseconds for shorter times."""
     return next((unit for unit, length in UNITS.items() if abs(seconds) >= length), "us")
 
 
@@ -174,12 +154,9 @@ def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
 
 
 def autocorrelation_time(samples: ArrayLike) -> float:
-    """Return the number of consecutive samples that carry as much information as one independent
-    sample, at least 1. samples: [n].
-
-    It is 1 + 2 * the sum of the autocorrelations, up to the first pair of successive lags with a
-    sum of 0 or less (Geyer 1992, Statistical Science 7:473).
-    """
+    """Return how many consecutive samples [n] say as much as one independent sample, at least 1:
+    1 + 2 * the sum of the autocorrelations, up to the first pair of successive lags with a sum of 0
+    or less (Geyer 1992, Statistical Science 7:473)."""
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
     if n < 4 or np.ptp(x) == 0:
@@ -226,10 +203,8 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
 
 
 def median_half_width(signs: Samples, tau: float, confidence: float) -> float:
-    """Return half the width of a median's interval, in samples: z sqrt(n tau) / 2.
-
-    signs: [n] of the samples about their median, -1 to 1. tau: their autocorrelation time.
-    """
+    """Return half the width of a median's interval, in samples: z sqrt(n tau) / 2. signs: [n], of
+    the samples about their median. tau: their autocorrelation time."""
     return float(NormalDist().inv_cdf(0.5 + confidence / 2) * np.sqrt(len(signs) * tau) / 2)
 
 
@@ -245,10 +220,8 @@ def interval_around_middle(samples: Samples, half: float) -> Interval | None:
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """Return the two-sided quantile of Student's t (Abramowitz and Stegun 26.7.5).
-
-    With 5 degrees of freedom the error is 0.2% at 95% and 1% at 99.5%; with more it is smaller.
-    """
+    """Return the two-sided quantile of Student's t (Abramowitz and Stegun 26.7.5). With 5 degrees
+    of freedom the error is 0.2% at 95% and 1% at 99.5%; with more it is smaller."""
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -281,11 +254,9 @@ def same_distribution(a: ArrayLike, b: ArrayLike) -> bool:
 
 
 def iteration_times(samples: ArrayLike, aligned: bool) -> Samples:
-    """Return the time of each iteration on its slowest rank, [n]. samples: seconds [ranks, n].
-
-    Ranks that do not wait for each other (not aligned) have no common iterations. Then all times
-    are those of the rank with the largest median.
-    """
+    """Return the time of each iteration on its slowest rank, [n]. If ranks do not wait for each
+    other (not aligned), iterations are not common to them: then all times are those of the rank
+    with the largest median. samples: seconds [ranks, n]."""
     x = np.asarray(samples, dtype=np.float64)
     if aligned:
         return np.max(x, axis=0)
@@ -312,12 +283,9 @@ def block_medians(samples: ArrayLike, rounds: Sequence[int]) -> Samples | None:
 
 def mean_of_blocks(samples: ArrayLike, rounds: Sequence[int]) -> float:
     """Return the geometric mean over rounds of block medians; with fewer than MIN_ROUNDS rounds the
-    median.
-
-    For two steps timed in the same rounds, the quotient of these times is the geometric mean of the
-    rounds' ratios, so a gradual slowdown cancels out. tests/simulate_ratios.py compares this with
-    medians. samples: seconds [n]; rounds: iterations of each round, n in total.
-    """
+    median. For two steps timed in the same rounds, the quotient of these times is the geometric
+    mean of the rounds' ratios, so a gradual slowdown cancels out (tests/simulate_ratios.py).
+    samples: seconds [n]; rounds: iterations of each round, n in total."""
     medians = block_medians(samples, rounds)
     if medians is None:
         return float(np.median(np.asarray(samples)))
@@ -326,42 +294,27 @@ def mean_of_blocks(samples: ArrayLike, rounds: Sequence[int]) -> float:
 
 
 def mean_half_width(values: Samples, confidence: float = 0.95) -> float:
-    """Return half the width of the interval of the mean of values [n], in their unit. There is one
-    value per round, and n >= MIN_ROUNDS.
-
-    It is t s sqrt(tau / n) with Student's t and the standard deviation s. Up to 8 values count as
-    independent (tau = 1). For more, tau is their autocorrelation time (Geyer 1992).
-    """
+    """Return half the width of the interval of the mean of values [n] of rounds, n >= MIN_ROUNDS:
+    t s sqrt(tau / n) with Student's t and the standard deviation s. Up to 8 values count as
+    independent (tau = 1). For more, tau is their autocorrelation time (Geyer 1992)."""
     n = len(values)
     tau = autocorrelation_time(values) if n > 8 else 1.0
     return student_t(confidence, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
 
 
+@dataclass(eq=False)
 class Times:
     """The times of a case in seconds, by name: "step" and the parts timed with it. They are those
-    of one rank, or after `merge` those of all ranks.
+    of one rank, or after `merge` those of all ranks."""
 
-    An unknown name raises a KeyError that lists the known names.
-    """
-
-    def __init__(
-        self,
-        samples_s: Mapping[str, ArrayLike],
-        rounds: Sequence[int],
-        returned: Sequence[Any] = (),
-        *,
-        stop: str = "",
-        aligned: bool = True,
-        launch_share: Mapping[str, float] | None = None,
-    ) -> None:
-        """samples_s: [ranks, n] of each name. rounds: iterations of each round, n in total."""
-        self.samples_s, self.rounds = samples_s, rounds
-        self.returned = returned  # an entry per rank: see Workload.returned
-        self.stop = stop  # the rule that ended the case: iters, rounds, target-ci or max-seconds
-        self.aligned = aligned  # False if ranks do not wait for each other within an iteration
-        # On CUDA: the host's launch time over the device's time, by name. It is at most 1: a host
-        # that never gets ahead launches for as long as the device is busy or waits.
-        self.launch_share = dict(launch_share or {})
+    samples_s: Mapping[str, ArrayLike]  # [ranks, n] of each name
+    rounds: Sequence[int]  # iterations of each round, n in total
+    returned: Sequence[Any] = ()  # of each rank: Workload.returned
+    stop: str = ""  # the rule that ended the case: iters, rounds, target-ci or max-seconds
+    aligned: bool = True  # False if ranks do not wait for each other within an iteration
+    # On CUDA: the host's launch time over the device's time, by name. It is at most 1: a host that
+    # never gets ahead launches for as long as the device is busy or waits.
+    launch_share: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_rank(
@@ -373,11 +326,8 @@ class Times:
         returned: Any = None,
         aligned: bool = True,
     ) -> "Times":
-        """Return the times of one rank, rounded to nanoseconds.
-
-        samples_s: [n] of each name. launching_s: the host's time to launch them. It comes from
-        another clock than the samples.
-        """
+        """Return the times of one rank, rounded to nanoseconds. samples_s: [n] of each name.
+        launching_s: the host's time to launch them, which comes from another clock."""
         rows = {name: np.asarray([x], dtype=np.float64).round(9) for name, x in samples_s.items()}
         shares = {
             name: min(1.0, round(float(seconds / rows[name].sum()), 3))
@@ -389,24 +339,19 @@ class Times:
     def merge(cls, by_rank: Sequence["Times"]) -> "Times":
         """Return the times of all ranks. A step that some ranks did not time has fewer rows."""
         first = by_rank[0]
-        names = dict.fromkeys(name for times in by_rank for name in times.samples_s)
-        shares = dict.fromkeys(name for times in by_rank for name in times.launch_share)
-        return cls(
-            {
-                name: np.concatenate([times.each(name) for times in by_rank if name in times])
-                for name in names
-            },
-            first.rounds,
-            [value for times in by_rank for value in times.returned],
-            stop=first.stop,
-            aligned=first.aligned,
-            launch_share={
-                name: max(times.launch_share.get(name, 0.0) for times in by_rank) for name in shares
-            },
-        )
+        rows: dict[str, list[Samples]] = {}
+        shares: dict[str, float] = {}
+        for times in by_rank:
+            for name in times.samples_s:
+                rows.setdefault(name, []).append(times.each(name))
+            for name, share in times.launch_share.items():
+                shares[name] = max(share, shares.get(name, 0.0))
+        samples_s = {name: np.concatenate(parts) for name, parts in rows.items()}
+        returned = [value for times in by_rank for value in times.returned]
+        return replace(first, samples_s=samples_s, returned=returned, launch_share=shares)
 
     def each(self, name: str = "step") -> Samples:
-        """Return the times of all ranks, [ranks, n]."""
+        """Return the times of all ranks, [ranks, n]. Raises KeyError for an unknown name."""
         if name not in self.samples_s:
             raise KeyError(f"{name!r} was not timed; these were: {', '.join(self.samples_s)}")
         return np.asarray(self.samples_s[name], dtype=np.float64)
@@ -424,10 +369,8 @@ class Times:
 
     def mean(self, name: str = "step") -> Estimate:
         """Return `mean_of_blocks` of the slowest rank, on which ratios and differences are based.
-
         Its interval is that of the mean over rounds, or from 18 rounds on that of the means of six
-        batches of rounds if it is wider. With fewer than 6 rounds it is the median's.
-        """
+        batches of rounds if it is wider. With fewer than 6 rounds it is the median's."""
         slowest = self.slowest(name)
         value, medians = mean_of_blocks(slowest, self.rounds), block_medians(slowest, self.rounds)
         if medians is None:
@@ -441,15 +384,12 @@ class Times:
         return drop_wide_interval(Estimate(value, low, high))
 
     def relative_to(self, name: str) -> "Times":
-        """Return the same times with another step as "step", to which differences and ratios then
-        refer."""
+        """Return the same times with another "step", to which differences and ratios refer."""
         return Times({**self.samples_s, "step": self.samples_s[name]}, self.rounds)
 
     def ratio(self, part: str, step: str = "step", confidence: float = 0.95) -> Estimate:
-        """Return `mean` of the part / `mean` of the step, with the interval of the rounds' ratios.
-
-        There is no interval with fewer than 6 rounds.
-        """
+        """Return `mean` of the part / `mean` of the step, with the interval of the rounds' ratios;
+        without one with fewer than 6 rounds."""
         a, b = self.slowest(part), self.slowest(step)
         value = mean_of_blocks(a, self.rounds) / mean_of_blocks(b, self.rounds)
         both = block_medians(a, self.rounds), block_medians(b, self.rounds)
@@ -459,12 +399,10 @@ class Times:
         return drop_wide_interval(Estimate(value, value / reach, value * reach))
 
     def excess_over(self, part: str) -> Estimate:
-        """Return the difference between the `mean` of the step and that of the part.
-
-        Both are those of the slowest rank, so that a late rank cancels out. The 95% interval is
-        over rounds: to first order (delta method), a round contributes step * log(its block of the
-        step) - part * log(its block of the part). There is no interval with fewer than 6 rounds.
-        """
+        """Return the `mean` of the step - that of the part, both of the slowest rank, so that a
+        late rank cancels out. The interval is over rounds: to first order (delta method), a round
+        contributes step * log(its block of the step) - part * log(its block of the part). There is
+        none with fewer than 6 rounds."""
         a, b = self.slowest(), self.slowest(part)
         if not b.any():  # a part that does nothing, such as steps during a save that blocks
             return self.mean()
@@ -476,11 +414,8 @@ class Times:
         return Estimate(step - other, step - other - half, step - other + half)
 
     def excess_ratio(self, part: str, divisor: str) -> Estimate:
-        """Return `excess_over` the part / `mean` of the divisor, which is above 0.
-
-        It may be 0 or negative. Its 95% interval is over rounds (delta method, see `excess_over`).
-        If it extends to more than 1 on either side, it is dropped as uninformative.
-        """
+        """Return `excess_over` the part / `mean` of the divisor, which is above 0. Its interval is
+        over rounds, as in `excess_over`. Beyond 1 on either side it is dropped as uninformative."""
         names = ("step", part, divisor)
         step, other, unit = (mean_of_blocks(self.slowest(name), self.rounds) for name in names)
         value = (step - other) / unit

@@ -13,11 +13,8 @@ Columns = dict[str, Callable[[Any], str]]
 
 
 def render(columns: Columns, cases: Sequence[Any], max_width: int | None = None) -> str:
-    """Return the cases as a table, a row per case, with as many of the first columns as fit. A line
-    below it counts the columns that were left out.
-
-    max_width: maximum line width in characters; None for no limit.
-    """
+    """Return the cases as a table, a row per case, with as many of the first columns as fit into
+    `max_width` characters (None: no limit). A line below it counts the columns left out."""
     text, count = fitted(columns, cases, max_width)
     return "\n".join([text, *omitted(count)])
 
@@ -75,11 +72,8 @@ class Table:
         return [case]
 
     def row(self, case: Any) -> str:
-        """Return the lines for another case, preceded by the header if it is the first.
-
-        If a cell is wider than expected, the last columns may no longer fit. The header is then
-        repeated without them.
-        """
+        """Return the lines for another case, preceded by the header if it is the first. If the
+        last columns no longer fit, because a cell is wide, the header is repeated without them."""
         cells, headers = [cell(case) for cell in self.columns.values()], list(self.columns)
         if case.failed:
             cells = [cells[0]] + [""] * (len(cells) - 1)

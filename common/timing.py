@@ -71,14 +71,12 @@ class StopRule:
 def time_block(
     step: Step, iters: int, device: torch.device, calls_per_sample: int = 1
 ) -> tuple[list[float], float]:
-    """Time a block of `iters` samples. Each sample is `calls_per_sample` calls of the step.
+    """Time a block of `iters` samples of `calls_per_sample` calls. On CUDA a sample is the time
+    between two events, and the block is synchronized once at its end: launches stay asynchronous.
 
-    On CUDA a sample is the time between two events on the current stream. The block is synchronized
-    once at its end, so that launches stay asynchronous.
-
-    Returns the seconds per call of each sample, and the launch time: the host's seconds to launch
-    the block, divided by `calls_per_sample` as well. The launch time is 0 on the CPU, and if the
-    host was ahead: at least HOST_AHEAD_S of work was queued at the end, so the device never waited.
+    Returns the seconds per call of each sample, and the host's seconds to launch the block, also
+    divided by `calls_per_sample`: 0 on the CPU, and if the host was ahead, because at least
+    HOST_AHEAD_S of work was queued at the end, so that the device never waited.
     """
     cuda = device.type == "cuda"
 
@@ -106,11 +104,8 @@ def time_block(
 
 
 class TimedLoop:
-    """The rounds of a case on this rank. A round has a block of the step and one of each part.
-
-    before_block: called before each block, never within one, with the name of the step and the
-    number of the block.
-    """
+    """The rounds of a case on this rank. before_block: called before each block, never within one,
+    with the name of the step and the number of the block."""
 
     def __init__(
         self,
@@ -160,8 +155,8 @@ class TimedLoop:
         return Times.of_rank(self.samples_s, self.rounds, stop, launching_s, returned, aligned)
 
     def warm_up(self, name: str) -> float:
-        """Warm up a step. Returns the seconds of a warm sample on the slowest rank, which are valid
-        on the group's first rank."""
+        """Warm up a step. Returns the seconds of a warm sample on the slowest rank; valid on the
+        group's first rank."""
         windows: list[list[float]] = []
         start, size = perf_counter(), 1
         while size:
@@ -230,13 +225,11 @@ def next_window(
 ) -> int:
     """Return the number of iterations of the next window of a step's warm-up; 0 to end it.
 
-    A step is warm if two consecutive windows do not differ. The first window is a single iteration,
-    which may include some set-up. Warming up all steps takes up to a quarter of the budget, in
-    equal shares, unless the user has set the number of iterations. There is a second iteration
-    unless the first took longer than that quarter.
-
-    windows: the seconds of the samples of each window so far. spent_s: seconds since the warm-up of
-    this step began. steps: the number of steps of the case.
+    A step is warm if two consecutive windows do not differ. The first window is one iteration,
+    which may include set-up. All steps together have a quarter of the budget, in equal shares,
+    unless the user has set the number of iterations. There is a second iteration unless the first
+    took longer than that quarter. windows: the seconds of the samples of each window so far.
+    spent_s: seconds since the warm-up of this step began. steps: of the case.
     """
     done = sum(map(len, windows))
     sample_s = max(fmean(windows[-1]), 1e-9)
@@ -256,10 +249,8 @@ def next_window(
 
 def iterations_per_block(round_s: float, rule: StopRule, differences: bool = True) -> int:
     """Return the number of iterations of a block for which the planned rounds fill the budget.
-
-    round_s: the seconds of one iteration of all steps together. differences: whether the case
-    shows the interval of a difference, which requires MIN_ROUNDS.
-    """
+    round_s: of one iteration of all steps. differences: whether the case shows the interval of a
+    difference, which requires MIN_ROUNDS."""
     rounds = rule.rounds or ROUNDS
     round_s = max(round_s, 1e-9)
     longest = max(1, int(rule.longest_block_s / round_s))
@@ -276,12 +267,10 @@ def rule_reached(
 ) -> str:
     """Return the rule that ends the case now: iters, rounds, target-ci or max-seconds; "" if none.
 
-    A case that compares parts with the step has at least MIN_ROUNDS, however long they take. Other
-    cases end with MIN_SAMPLES once their budget is spent. While the step has no interval, a case
-    continues for `patience` times its budget.
-
-    slowest: the slowest rank's time of each iteration of the step so far, in seconds. spent_s:
-    seconds since the first block. compared: whether the case compares parts with the step.
+    A case that compares parts with the step has at least MIN_ROUNDS, however long they take. Others
+    end with MIN_SAMPLES once their budget is spent. Without an interval of the step, a case goes on
+    for `patience` times its budget. slowest: seconds of each iteration of the step so far, on the
+    slowest rank. spent_s: seconds since the first block.
     """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""
