@@ -1,4 +1,4 @@
-"""The script in CONTRIBUTING.md and its tests work when they are copied."""
+"""The script in docs/new_script and its tests work when they are copied as in CONTRIBUTING.md."""
 
 import re
 import shutil
@@ -11,8 +11,9 @@ import pytest
 from tests.process import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-LIBRARY, SCRIPT, PURE, UNDER_TORCHRUN, ENTRIES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-DOCUMENT = "# x.py\n\n    torchrun --nproc-per-node 2 benchmarks/x.py --sizes 64K,4M\n"
+# file, the line below which an entry belongs, and the entry
+ENTRIES = re.findall(r"^\| `(\S+)` \| in `(\w+)`: `(.+?,)`", PAGE, re.MULTILINE)
+COPY = "    cp -r docs/new_script/. .\n"
 ROW = "| Does an all-reduce overlap with a matmul? | [x.py](docs/x.md) |"
 
 
@@ -31,15 +32,10 @@ def test_the_example_passes_its_tests_and_breaks_no_other_test(tmp_path: Path) -
     checkout = tmp_path / "a checkout"
     ignored = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".build")
     shutil.copytree(ROOT, checkout, ignore=ignored)
-    added = {
-        "benchmarks/x.py": SCRIPT,
-        "docs/x.md": DOCUMENT,
-        "tests/pure/test_x.py": PURE,
-        "tests/test_x.py": UNDER_TORCHRUN,
-    }
-    for name, text in added.items():
-        (checkout / name).write_text(text)
-    for place, name, line in re.findall(r"^# (\w+) in (\S+)\n(.*)$", ENTRIES, re.MULTILINE):
+    assert COPY in PAGE
+    subprocess.run(COPY.split(), cwd=checkout, check=True)
+    assert len(ENTRIES) == 3
+    for name, place, line in ENTRIES:
         insert(checkout / name, place, f"    {line}")
     readme = checkout / "README.md"
     insert(readme, r"\| How far does DDP", ROW)

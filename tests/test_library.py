@@ -10,7 +10,6 @@ import pytest
 
 from tests import process
 from tests.process import ROOT
-from tests.test_contributing import LIBRARY
 
 ALL_REDUCE, RPC = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.S)
 INTERVAL = r"\d[\d.,]* (us|ms|s) \((\d[\d.,]* to \d[\d.,]*|no interval)\)"
@@ -29,12 +28,6 @@ def output_of(program: str, ranks: int, folder: Path) -> list[str]:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
-
-
-def test_contributing_shows_the_same_program() -> None:
-    assert LIBRARY == ALL_REDUCE
-    code = [line for line in ALL_REDUCE.splitlines() if line]
-    assert len(code) < 45
 
 
 @pytest.mark.smoke
