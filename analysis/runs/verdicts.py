@@ -402,15 +402,19 @@ def choose_sessions(result: Result, found: Evidence, base: Side, test: Side) -> 
     names, runs = ("BASE", "TEST"), (len(found.base), len(found.test))
     counts = [len(groups) for groups, _ in found_sessions]
     if max(counts) < ENOUGH:
-        if sum(runs) > 2:
+        if min(runs) == 1 < max(runs):
+            why = reason_of_one_run(names if runs[0] == 1 else names[::-1], max(counts))
+            result.reason = "; ".join(filter(None, [why, result.reason]))
+        elif max(runs) > 1:
             result.scatter = scatter_line(counts, is_known)
         return
     sides: list[Groups] = []
     for (groups, known), count in zip(found_sessions, runs, strict=True):
         sides.append(groups if known or len(groups) >= ENOUGH else [[*range(count)]])
     alone = [name for name, side in zip(names, sides, strict=True) if len(side) == 1]
-    if not alone and (len(sides[0]), len(sides[1])) == runs:
-        return  # each session is a run
+    if not alone and (len(sides[0]), len(sides[1])) == runs:  # each run is a session, if known
+        result.scatter = "" if is_known else scatter_line(counts, is_known)
+        return
     result.base_sessions, result.test_sessions = sides
     if not alone:
         return
@@ -429,14 +433,24 @@ def choose_sessions(result: Result, found: Evidence, base: Side, test: Side) -> 
 
 
 def scatter_line(counts: Sequence[int], is_known: bool) -> str:
-    """The line below a comparison of two sides with too few sessions. counts: of BASE and TEST."""
-    if is_known:
-        have = f"BASE is {counts[0]} session{'s' * (counts[0] > 1)}, and TEST {counts[1]}"
-        have += " (runs of one host less than an hour apart)"
-    else:
-        have = "the starts of the runs are unknown, and both sides have few runs"
-    need = f"this requires {ENOUGH} sessions of BASE, at different times"
-    return f"{have}: the intervals do not include the scatter between sessions; {need}"
+    """The line below a comparison whose intervals may lack the scatter between sessions. counts: of
+    the sessions of BASE and TEST."""
+    lack = "the intervals do not include the scatter between sessions"
+    if not is_known:
+        return (
+            f"{STARTS_UNKNOWN}: {lack}, unless the runs of each side were made at different times"
+        )
+    have = f"BASE is {counts[0]} session{'s' * (counts[0] > 1)}, and TEST {counts[1]}"
+    have += " (runs of one host less than an hour apart)"
+    return f"{have}: {lack}; this requires {ENOUGH} sessions of BASE, at different times"
+
+
+def reason_of_one_run(names: Sequence[str], sessions: int) -> str:
+    """Why one run has no verdict. names: of its side and of the other one, which has few
+    sessions."""
+    need = f"a verdict requires {ENOUGH} sessions of {names[1]}, at different times"
+    have = f"there {'is' if sessions == 1 else 'are'} {sessions}"
+    return f"{names[0]} has one usable run, and {need}, but {have}"
 
 
 def choose_runs(result: Result, found: Evidence, design: Design) -> None:
@@ -449,6 +463,8 @@ def choose_runs(result: Result, found: Evidence, design: Design) -> None:
     result.enough = False
     result.disturbed = min(len(found.base_timed), len(found.test_timed)) >= design.runs
     result.base_runs, result.test_runs = found.base_timed, found.test_timed
+    if not design.paired and min(counts) == 1 < max(counts):
+        return  # `choose_sessions` says what one run requires
     if counts == (1, 1) and not found.left_out:
         return  # `judge` explains that one run per side is not enough
     noun = "pairs" if design.paired else "runs per side"

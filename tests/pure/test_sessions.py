@@ -75,16 +75,20 @@ def test_fewer_than_six_sessions(tmp_path: Path) -> None:
     deviation 0.031668, so exp(ln 1.5 - 0.0057818 +- 2.7764 * 0.031668 * sqrt(1.2))."""
     nights = written(tmp_path / "a", [(at(night), f) for night, f in enumerate(NIGHTS[:5])], False)
     one = written(tmp_path / "b", [(at(9), 1.5)], False)
-    two = written(tmp_path / "c", [(at(9), 1.5), (at(9, 30), 1.52)], False)
+    two = written(tmp_path / "c", [(at(9, 1), 1.51), (at(9, 30), 1.52)], False)
     lacks = "the intervals do not include the scatter between sessions; this requires 6 sessions of"
     shown = run("compare.py", nights, "--test", one).stdout
-    assert "2 usable runs per side are needed, but there are 5 of BASE and 1 of TEST" in shown
+    need = "a verdict requires 6 sessions of BASE, at different times, but there are 5"
+    assert f"# 1 case, undecided: TEST has one usable run, and {need}\n" in shown
     assert "  (1.354 to 1.642)  undecided\n" in shown
-    have = "# BASE is 5 sessions, and TEST 1 (runs of one host less than an hour apart)"
-    assert f"{have}: {lacks}" in shown
+    assert lacks not in shown  # the reason says so
+    shown = run("compare.py", two, "--test", one).stdout
+    need = "a verdict requires 6 sessions of BASE, at different times, but there is 1"
+    assert f"TEST has one usable run, and {need}\n" in shown
     shown = run("compare.py", nights, "--test", two).stdout
     assert "unit of observation: the run\n" in shown
-    assert lacks in shown
+    have = "# BASE is 5 sessions, and TEST 1 (runs of one host less than an hour apart)"
+    assert f"{have}: {lacks}" in shown
     assert lacks not in run("compare.py", one, "--test", two, "--paired").stdout
 
 
