@@ -84,7 +84,12 @@ from benchmarks.workloads.settings import (
     compare_settings,
     split_case,
 )
-from benchmarks.workloads.training import breakdown, training_metrics
+from benchmarks.workloads.training import (
+    breakdown,
+    late_text,
+    slowest_ranks,
+    training_metrics,
+)
 from common.groups import Group, Job
 from common.stats import Times, show_seconds
 from common.table import Columns, ends, metric, relative
@@ -703,7 +708,7 @@ BREAKDOWN: Columns = {
     "95% ci of\noverlap\n(%)": ends("overlap", 100, 0),
     "late\n(ms)": metric("late_s", 1e3),
     "95% ci\nof late\n(ms)": ends("late_s", 1e3, 1),
-    "slowest\nrank": metric("straggler_rank", digits=0),
+    "slowest\nrank": slowest_ranks,
     "95% ci\nof alone\n(ms)": ends("communication_s", 1e3, 1),
     "memory\n(GiB)": metric("memory_gib"),
 }
@@ -730,10 +735,7 @@ RATES: Columns = {
     "per\nsample\n(ms)": metric("sample_s", 1e3),
 }
 # metrics that --interleave measures once for all settings
-SHARED = (
-    *("local_compute_s", "no_ddp_s", "straggler_rank", "straggler_factor"),
-    *("late_s", "late_ranks", "late_wait_s"),
-)
+SHARED = (*("local_compute_s", "no_ddp_s", "late_s", "late_ranks", "late_wait_s"),)
 
 
 def columns_of(args: argparse.Namespace) -> Columns:
@@ -821,19 +823,6 @@ def setting_of(row: Case) -> Setting:
     return Setting(row.key["bucket_size_mb"], row.key["comm_hook"])
 
 
-def wait(case: Case, names: Sequence[str]) -> str | None:
-    """`rank 1 on vm makes the other ranks wait 400 ms (390 to 410) of 595 ms`; None if no rank is
-    late."""
-    if "late_ranks" not in case.metrics:
-        return None
-    step_s, wait_s = case.metrics["step_s"].value, case.metrics["late_wait_s"]
-    late = [case.ranks[row] for row in case.metrics["late_ranks"]]
-    who = cli.cut([names[rank] if names else f"rank {rank}" for rank in late])
-    make = "makes" if len(late) == 1 else "make"
-    others = "other rank" if len(case.ranks) - len(late) == 1 else "other ranks"
-    return f"{who} {make} the {others} wait {wait_s.part_of(step_s)} of {show_seconds(step_s)}"
-
-
 def scaling(case: Case, names: Sequence[str] = ()) -> Sentence:
     """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one rank alone; DDP adds
     16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`.
@@ -843,7 +832,7 @@ def scaling(case: Case, names: Sequence[str] = ()) -> Sentence:
     400 ms (390 to 410) of 595 ms; DDP adds ...`.
     """
     metrics, ranks = case.metrics, len(case.ranks)
-    of, waiting = f"{model_of(case)}, {setting_of(case).buckets}", wait(case, names)
+    of, waiting = f"{model_of(case)}, {setting_of(case).buckets}", late_text(case, names)
     step, on_ranks = metrics["step_s"], f"{of}: DDP on {count_of(ranks, 'rank')}"
     trains, takes = "trains", "takes"
     if waiting:

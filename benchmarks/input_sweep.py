@@ -60,7 +60,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.workloads.check import compare_replicas, digest, verdict
 from benchmarks.workloads.folders import remove_at_end
-from benchmarks.workloads.training import straggler, training_metrics
+from benchmarks.workloads.training import LATE, late_ranks, slowest_ranks, training_metrics
 from common.groups import Group, Job
 from common.stats import Times, drop_wide_interval
 from common.table import Columns, Table, ends, metric, relative
@@ -493,8 +493,8 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     m["training_samples_per_s"] = samples / resident
     m["workers_needed"] = drop_wide_interval(loader * max(1, key["workers"]) / resident)
     m["from_device"] = facts[0].from_device
-    if slow := straggler(times.each("loader")):
-        m["straggler_rank"], m["straggler_factor"] = slow
+    if late := late_ranks(times.each("loader"), times.rounds, LATE * loader.value):
+        m["late_ranks"], m["late_wait_s"] = late
     problems = [fact.problem for fact in facts if fact.problem]
     replicas = compare_replicas([fact.digest for fact in facts], case.ranks)
     case.check = verdict(problems[0] if problems else replicas)
@@ -554,7 +554,7 @@ COLUMNS: Columns = {
     "95% ci\n(loader)": ends("loader_samples_per_s", digits=0),
     "training\nsamples/s": metric("training_samples_per_s", digits=0),
     "95% ci\n(training)": ends("training_samples_per_s", digits=0),
-    "slowest\nrank": metric("straggler_rank", digits=0),
+    "slowest\nrank": slowest_ranks,
 }
 WIDEST = ["", *["0.0"] * 3, "-0.0 to 00.0"]
 

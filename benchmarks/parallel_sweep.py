@@ -34,6 +34,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,19 @@ from benchmarks.workloads.reference import (
 )
 from benchmarks.workloads.room import check_room, sharers
 from benchmarks.workloads.settings import SEQUENTIAL
-from benchmarks.workloads.training import straggler, training_metrics
+from benchmarks.workloads.training import (
+    LATE,
+    late_ranks,
+    late_text,
+    slowest_ranks,
+    training_metrics,
+)
 from common.groups import Group, Job
-from common.stats import Times, show_seconds
+from common.stats import Estimate, Times, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 from harness.benchmark import Benchmark, Implausible, Key, Planned, Sentence
+from harness.environment import rank_names
 from harness.report import Case
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to that of the first step
@@ -300,12 +308,8 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     for axis in mesh.axes:
         metrics[f"without_{axis}_s"] = times.mean(without(mesh, axis))
         metrics[f"exposed_{axis}_s"] = times.excess_over(without(mesh, axis))
-    by_rank = times.each("compute")
-    if slow := straggler(by_rank):
-        rank, _ = slow
-        own, others = np.median(by_rank[rank]), np.median(np.delete(by_rank, rank, axis=0))
-        metrics |= {"straggler_rank": rank, "straggler_s": float(own)}
-        metrics |= {"others_s": float(others), "straggler_factor": float(own / others)}
+    if late := late_among_peers(mesh, times):
+        metrics["late_ranks"], metrics["late_wait_s"] = late
     if mesh.pp == 1:
         return metrics
 
@@ -328,11 +332,22 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     return metrics
 
 
+def late_among_peers(mesh: Mesh, times: Times) -> tuple[list[int], Estimate] | None:
+    """The late ranks (see `late_ranks`) among those with equal work: of the pipeline rank whose
+    ranks wait longest, because its stages may differ from those of the others."""
+    by_rank, least_s, found = times.each("compute"), LATE * times.mean().value, []
+    for peers in np.split(np.arange(len(by_rank)), mesh.pp):  # pp is the outermost axis
+        if late := late_ranks(by_rank[peers], times.rounds, least_s):
+            found.append(([int(peers[row]) for row in late[0]], late[1]))
+    return max(found, key=lambda late: late[1].value, default=None)
+
+
 # -- tables and answers ----------------------------------------------------------------------------
 
 
-def answer(cases: list[Case]) -> list[Sentence]:
-    """The step time under each mesh, and the exposed time of each axis in the shortest step."""
+def answer(cases: list[Case], names: Sequence[str] = ()) -> list[Sentence]:
+    """The step time under each mesh, the exposed time of each axis in the shortest step, and its
+    late ranks. names: of all ranks, with their hosts, if known."""
     ordered = sorted(cases, key=lambda case: case.metrics["step_s"].value)
     steps = [f"{case.metrics['step_s']} under {case.name}" for case in ordered]
     in_turn = f"; {SEQUENTIAL}" if len(steps) > 1 else ""
@@ -346,6 +361,8 @@ def answer(cases: list[Case]) -> list[Sentence]:
         sentence += f"to a step, which takes {show_seconds(step_s)}"
         cannot = any((seconds / metrics["step_s"]).above(1) for seconds in exposed.values())
         sentences.append(Implausible(sentence) if cannot else sentence)
+    if late := late_text(ordered[0], names):
+        sentences.append(f"under {first}, {late}")
     return sentences
 
 
@@ -377,10 +394,9 @@ LAST_COLUMNS: Columns = {
     "theory\n(%)": metric("pipeline_idle_theory", 100, 0),
     "tokens/s\n/rank": metric("tokens_per_s_per_rank", digits=0),
     "mfu\n(%)": metric("mfu", 100, 1),
-    "slowest\nrank": metric("straggler_rank", digits=0),
-    "by\n(x)": metric("straggler_factor"),
-    "its\ncompute (ms)": metric("straggler_s", 1e3),
-    "others'\n(ms)": metric("others_s", 1e3),
+    "slowest\nrank": slowest_ranks,
+    "others\nwait (ms)": metric("late_wait_s", 1e3),
+    "95% ci\n(ms)": ends("late_wait_s", 1e3, 1),
     "memory\nmax (GiB)": metric("memory_gib", digits=3),
     "min\n(GiB)": metric("memory_min_gib", digits=3),
 }
@@ -460,7 +476,13 @@ def main() -> int:
         lr = reference.lr if isinstance(reference, Reference) else 0.0
         begin = partial(build, lr, job, sharers(environment, job.rank))
         end = partial(derive, reference, job.device)
-        table = bench.run(title, cases, columns_of(meshes), begin, end, answer)
+        names = rank_names(environment)
+
+        def tell(cases: list[Case]) -> list[Sentence]:
+            # an earlier run, which --resume continues, may have had other hosts
+            return answer(cases, () if any(map(bench.mark, cases)) else names)
+
+        table = bench.run(title, cases, columns_of(meshes), begin, end, tell)
         lines = [line for case in table.passed for line in pipeline_lines(case)]
         if lines:
             bench.print("\n" + "\n".join(lines))

@@ -12,7 +12,7 @@ AR .9         autocorrelation of 0.9, about the strongest in practice
 phases        two levels that differ by 20% and last for 30 samples on average
 difference    difference of two steps in 12 rounds of 2; the machine drifts by 30% during the run
 ratio         their ratio
-straggler     8 ranks of 60 iterations each, with an autocorrelation of 0.6
+late          8 ranks of 24 iterations each, with an autocorrelation of 0.6
 outlier       8 ranks with one number each, judged as in node_check.py, with a spread of 2%
 two modes     300 times of one mode, whose logarithm has a standard deviation of 1, or of two modes
 """
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.outliers import SIGMAS, outliers
-from benchmarks.workloads.training import breakdown, straggler
+from benchmarks.workloads.training import breakdown
 from common.stats import Estimate, Times, median
 from harness.observe.hints import modes
 
@@ -107,15 +107,6 @@ def coverage(name: str, series: int) -> tuple[float, float]:
     return hits / max(1, len(shown)), len(shown) / series
 
 
-def names_straggler(factor: float, rng: Rng) -> bool:
-    """Whether a straggler is named. Rank 2 takes `factor` times as long as the other ranks. If this
-    is more than 1, only rank 2 counts."""
-    ranks = np.exp(np.array([correlated(60, 0.6, rng) for _ in range(8)]) * SPREAD)
-    ranks[2] *= factor
-    found = straggler(ranks)
-    return found is not None and (factor == 1 or found[0] == 2)
-
-
 def names_late(factor: float, rng: Rng) -> bool:
     """Whether late ranks are named, in 12 rounds of 2 iterations. Ranks 2 and 5 of 8 take `factor`
     times as long as the others. If this is more than 1, only both of them together count."""
@@ -127,7 +118,7 @@ def names_late(factor: float, rng: Rng) -> bool:
 
 
 def names_outlier(factor: float, rng: Rng) -> bool:
-    """Whether an outlier is named, as in `names_straggler`."""
+    """Whether an outlier is named, as in `names_late`, of a single slow rank."""
     costs = dict(enumerate(np.exp(rng.normal(size=8) * 0.02).tolist()))
     costs[2] *= factor
     found = list(outliers(costs, SIGMAS))
@@ -144,8 +135,6 @@ def reports_two_modes(factor: float, rng: Rng) -> bool:
 # name -> function, how many times as long the slow rank or call takes (1: none is slow), threshold
 # of the test: an upper limit of the rate if none is slow, otherwise a lower limit
 VERDICTS: dict[str, tuple[Any, float, float]] = {
-    "straggler, healthy": (names_straggler, 1.0, 0.05),
-    "straggler, 30% slow": (names_straggler, 1.3, 0.9),
     "late, healthy": (names_late, 1.0, 0.05),
     "late, 2 of 8 30% slow": (names_late, 1.3, 0.85),
     "outlier, healthy": (names_outlier, 1.0, 0.01),

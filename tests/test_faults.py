@@ -208,7 +208,6 @@ def test_a_case_that_fails_on_one_rank_is_a_failed_case(bench: Callable[..., Any
     assert run.status != 0
     assert run.report.status == "failed"
     last = run.report.cases[-1]
-    assert last.metrics["straggler_rank"] == 1
     assert last.metrics["late_ranks"] == [1]
     assert re.search(r"2 ranks (train|and) .*; rank 1 on \S+ makes the other rank wait ", run.out)
     lines = len(run.path.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Metrics of a training step: its time, where the time goes, and the rank that is slower."""
+"""Metrics of a training step: its time, where the time goes, and the ranks that are late."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,62 +10,57 @@ from common.stats import (
     MIN_ROUNDS,
     Estimate,
     Times,
-    autocorrelation_time,
     by_round,
-    interval_around_middle,
     mean_half_width,
-    median_half_width,
     percentiles,
+    show_seconds,
 )
+from harness.cli import cut
+from harness.report import Case
 
 LATE = 0.05  # share of the step: late ranks are named if the others wait longer for them
 
 
-def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | None:
-    """Return (row, factor) of the slowest rank if it is significantly slower than the others.
-
-    Pass local compute: in a synchronized step all ranks look equally slow. The median of
-    x[rank] / median(x[others]) must exceed 1 + margin at a confidence of 95%, shared among the
-    ranks (Bonferroni). For an even number of others, their upper median is used: with a lower value
-    a single fast rank would make the others look slow. samples: seconds [ranks, n].
-    """
-    x = np.asarray(samples, dtype=np.float64)
-    if len(x) < 2 or x.shape[1] == 0:
-        return None
-    # The upper median of the others, without sorting them for each rank: it is the value at
-    # `middle` of all ranks, or the next one if the rank itself is at or below that value.
-    middle, ordered = (len(x) - 1) // 2, np.sort(x, axis=0)
-    median_of_others = np.where(x <= ordered[middle], ordered[middle + 1], ordered[middle])
-    ratios = x / median_of_others
-    factors = np.median(ratios, axis=1)
-    for row in np.argsort(-factors, kind="stable"):  # the slowest first
-        if factors[row] <= 1 + margin:  # its interval begins below the factor
-            return None
-        signs = np.sign(ratios[row] - factors[row])
-        half = median_half_width(signs, autocorrelation_time(signs), 1 - 0.05 / len(x))
-        interval = interval_around_middle(ratios[row], half)
-        if interval and interval[0] > 1 + margin:
-            return int(row), float(factors[row])
-    return None
-
-
-def late_ranks(samples: ArrayLike, rounds: Sequence[int]) -> tuple[list[int], Estimate]:
+def late_ranks(
+    samples: ArrayLike, rounds: Sequence[int], least_s: float
+) -> tuple[list[int], Estimate] | None:
     """Return the rows of the ranks for which all others wait, and how long: the slowest of them
     minus the slowest of the others, in each iteration. This is what mending them would gain.
 
-    They are the slowest rank, or the fewest of the slowest ones that make the others wait at least
-    half as long as the slower half of all ranks does: two ranks that are equally late are named
-    together. samples: local compute in seconds, [ranks, n], of at least 2 ranks. rounds: iterations
-    of each round, n in total.
+    It is the slowest rank or, if others are about as late, the fewest of the slowest ones for which
+    the others certainly wait longer than least_s; None if there are none among half of the ranks.
+    Pass local compute: in a synchronized step all ranks look equally slow. samples: seconds
+    [ranks, n]. rounds: iterations of each round, n in total.
     """
     x = np.asarray(samples, dtype=np.float64)
     order = np.argsort(-np.median(x, axis=1), kind="stable")  # the slowest first
     slowest = np.maximum.accumulate(x[order], axis=0)  # of the first 1, 2, ... of them
     of_others = np.maximum.accumulate(x[order][::-1], axis=0)[::-1]
     waits = (slowest[:-1] - of_others[1:])[: len(x) // 2]
-    medians = np.median(waits, axis=1)
-    first = int(np.argmax(medians >= medians[-1] / 2))
-    return sorted(order[: first + 1].tolist()), mean_of_differences(waits[first], rounds)
+    for row in np.flatnonzero(np.median(waits, axis=1) > least_s):
+        wait = mean_of_differences(waits[row], rounds)
+        if wait.above(least_s):
+            return sorted(order[: row + 1].tolist()), wait
+    return None
+
+
+def slowest_ranks(case: Case) -> str:
+    """Show the late ranks as the cell of a column: `1,3`, or `-` without any."""
+    rows = case.metrics.get("late_ranks", [])
+    return cut([str(case.ranks[row]) for row in rows], 3).replace(", ", ",") or "-"
+
+
+def late_text(case: Case, names: Sequence[str] = ()) -> str | None:
+    """Return `rank 1 on vm makes the other ranks wait 400 ms (390 to 410) of 595 ms`; None if no
+    rank is late. names: of all ranks, with their hosts, if known."""
+    if "late_ranks" not in case.metrics:
+        return None
+    step_s, wait_s = case.metrics["step_s"].value, case.metrics["late_wait_s"]
+    late = [case.ranks[row] for row in case.metrics["late_ranks"]]
+    who = cut([names[rank] if names else f"rank {rank}" for rank in late])
+    make = "makes" if len(late) == 1 else "make"
+    others = "other rank" if len(case.ranks) - len(late) == 1 else "other ranks"
+    return f"{who} {make} the {others} wait {wait_s.part_of(step_s)} of {show_seconds(step_s)}"
 
 
 def mean_of_differences(samples: ArrayLike, rounds: Sequence[int]) -> Estimate:
@@ -103,7 +98,7 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     - exposed = step - local compute, the slowest rank on both sides, so a late rank cancels out
     - overlap = 1 - exposed / alone. It is negative if exposed exceeds alone; None if alone is 0.
     - late = local compute of the slowest rank - the median of the other ranks, in each iteration
-    - late_ranks, late_wait: see `late_ranks`, if the wait is certainly more than LATE of the step
+    - late_ranks, late_wait: see `late_ranks`, if the others wait longer than LATE of the step
 
     local: the name of the part that is the step without communication. alone: the name of the part
     that is the communication by itself, if it was timed.
@@ -116,13 +111,10 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     if len(by_rank) > 1:
         others = np.median(np.sort(by_rank, axis=0)[:-1], axis=0)
         metrics["late_s"] = mean_of_differences(times.slowest(local) - others, times.rounds)
-        rows, wait = late_ranks(by_rank, times.rounds)
-        if wait.above(LATE * times.mean().value):
-            metrics |= {"late_ranks": rows, "late_wait_s": wait}
+        if late := late_ranks(by_rank, times.rounds, LATE * times.mean().value):
+            metrics["late_ranks"], metrics["late_wait_s"] = late
     if alone is not None:
         metrics["communication_s"] = times.mean(alone)
         sends = metrics["communication_s"].value > 0
         metrics["overlap"] = 1 - times.excess_ratio(local, alone) if sends else None
-    if slow := straggler(by_rank):
-        metrics["straggler_rank"], metrics["straggler_factor"] = slow
     return metrics

@@ -107,6 +107,8 @@ def test_breakdown_by_hand() -> None:
     assert [place.value for place in found["stage_idle"]] == pytest.approx([0.4, 0.2])  # 1 - 0.6
     assert found["pipeline_idle"].value == pytest.approx(0.3)
     assert found["pipeline_idle_theory"] == pytest.approx(1 / 5)  # 2 stages: 1 of 4 + 1 slots
+    # of the ranks with the first stage; the second one is slower, because it has another stage
+    assert (found["late_ranks"], found["late_wait_s"].value) == ([1], pytest.approx(0.1))
     # two stages per rank halve each slot: 3 of 2 * 8 + 3
     alone = {"step": samples["step"], "compute": samples["compute"]}  # the parts of a single axis
     found = parallel_sweep.breakdown(parse_mesh("pp4:interleaved"), 8, Times(alone, [1] * 6))
@@ -146,13 +148,15 @@ def case_of(mesh: str, ms: Estimate, **metrics: Any) -> Case:
 def test_the_answer_does_not_rank_meshes() -> None:
     exposed: dict[str, Any] = {"exposed_dp_s": Estimate(0.0162, 0.011, 0.022)}
     exposed |= {"exposed_tp_s": Estimate(0.002, -0.001, 0.004), "compute_s": Estimate(0.08)}
+    exposed |= {"late_ranks": [0], "late_wait_s": Estimate(0.02, 0.018, 0.022)}
     cases = [
         case_of("dp8", Estimate(112, 111, 113)),
         case_of("dp4tp2", Estimate(100, 99, 101), **exposed),
     ]
-    assert parallel_sweep.answer(cases) == [
+    assert parallel_sweep.answer(cases, ["rank 0 on vm"]) == [
         "a step takes 100 ms (99 to 101) under dp4tp2, 112 ms (111 to 113) under dp8; "
         "these were timed one after the other; use analysis/ab.py to compare them",
         "under dp4tp2, the communication of dp adds 16 ms (11 to 22) and that of tp adds "
         "nothing measurable (-1 to 4 ms) to a step, which takes 100 ms",
+        "under dp4tp2, rank 0 on vm makes the other ranks wait 20 ms (18 to 22) of 100 ms",
     ]

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 
 from benchmarks.workloads import training
 from common.stats import Estimate, Times
+from harness.report import Case
 
 
 @pytest.mark.parametrize(
@@ -15,18 +16,59 @@ from common.stats import Estimate, Times
     [
         ([3, 7], [1], 4),  # the slowest minus the second slowest
         ([3, 7, 5], [1], 2),
-        ([7, 6.5, 3, 3, 3], [0, 1], 4),  # alone, rank 0 makes the others wait 0.5 s of these 4
-        ([3, 6.5, 3, 7, 3], [1, 3], 4),
-        ([7, 5, 3, 3], [0], 2),  # 2 of 4 s
-        ([7, 7, 3], [0], 0),  # at most half of the ranks are late
-        ([3, 3, 3], [0], 0),
+        # two of 5 are late by 100 ms; one by 100 and one by 98; one by 100 and one by 40
+        ([0.3, 0.4, 0.3, 0.4, 0.3], [1, 3], 0.1),
+        ([0.3, 0.4, 0.3, 0.398, 0.3], [1, 3], 0.1),
+        ([0.3, 0.4, 0.3, 0.34, 0.3], [1], 0.06),
+        ([0.44, 0.42, 0.3, 0.3, 0.3], [0, 1], 0.14),  # 20 ms are not more than 20 ms
+        ([0.44, 0.419, 0.3, 0.3, 0.3], [0], 0.021),  # mending rank 0 alone gains more than 20 ms
+        ([7, 7, 3], None, 0),  # at most half of the ranks are late
+        ([3, 3, 3], None, 0),
+        ([3], None, 0),
     ],
 )
-def test_late_ranks(seconds: list[float], late: list[int], wait: float) -> None:
-    assert training.late_ranks([[x] * 9 for x in seconds], [1] * 9) == (
-        late,
-        Estimate(wait, wait, wait),
-    )
+def test_late_ranks(seconds: list[float], late: list[int] | None, wait: float) -> None:
+    """Named if the others wait longer than 20 ms."""
+    found = training.late_ranks([[x] * 9 for x in seconds], [1] * 9, 0.0200001)
+    if late is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found[0] == late
+    assert (found[1].low, found[1].value, found[1].high) == pytest.approx((wait,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("late_ms", "named", "wait_s"),
+    [({1: 100, 3: 100}, [1, 3], 0.1), ({1: 100, 3: 98}, [1, 3], 0.1), ({1: 100, 3: 40}, [1], 0.06)],
+)
+def test_late_ranks_of_noisy_steps(
+    late_ms: dict[int, float], named: list[int], wait_s: float
+) -> None:
+    """5 ranks compute for 300 ms with a standard deviation of 1%, 12 rounds of 3 iterations."""
+    for seed in range(20):
+        samples = np.random.default_rng(seed).normal(0.3, 0.003, (5, 36))
+        for rank, ms in late_ms.items():
+            samples[rank] += ms / 1000
+        times = Times(
+            {"step": samples.max(axis=0, keepdims=True) + 0.1, "local": samples}, [3] * 12
+        )
+        metrics = training.breakdown(times, "local")
+        assert metrics["late_ranks"] == named
+        assert metrics["late_wait_s"].value == pytest.approx(wait_s, abs=0.005)
+
+
+def test_late_ranks_in_words() -> None:
+    case = Case(key={}, ranks=[4, 5, 6, 7], metrics={"step_s": Estimate(0.5)})
+    assert (training.slowest_ranks(case), training.late_text(case)) == ("-", None)
+    case.metrics |= {"late_ranks": [1, 3], "late_wait_s": Estimate(0.1, 0.09, 0.11)}
+    assert training.slowest_ranks(case) == "5,7"
+    wait = "make the other ranks wait 100 ms (90 to 110) of 500 ms"
+    assert training.late_text(case) == f"rank 5, rank 7 {wait}"
+    names = [f"rank {rank} on vm" for rank in range(8)]
+    case.metrics["late_ranks"] = [1, 2, 3]
+    shown = training.late_text(case, names)
+    assert shown == f"rank 5 on vm, rank 6 on vm, rank 7 on vm {wait}".replace("ranks", "rank")
 
 
 @pytest.mark.parametrize(
@@ -52,28 +94,6 @@ def swinging(value: float) -> list[float]:
     return [value * float(np.exp(0.1 * (-1) ** i)) for i in range(6)]
 
 
-ONES = [1.0] * 40
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        ([ONES, ONES, [1.5] * 40, ONES], (2, 1.5)),
-        ([ONES, ONES, [1.03] * 40, ONES], None),  # within the margin of 5%
-        # one fast rank of three does not make another slow: the upper median of the others counts
-        ([[0.5] * 40, ONES, [1.01] * 40], None),
-        ([[3.0] * 40, ONES, [2.0] * 40], (0, 1.5)),  # 3 over 2, not over 1.5
-        # 10 or 11% slower in the median, but not significantly above the margin
-        ([ONES, [1.0, 1.2] * 20], None),
-        ([ONES, [1.02, 1.2] * 20], None),
-        ([[1.0, 9.0]], None),
-        (np.empty((3, 0)), None),
-    ],
-)
-def test_straggler(samples: ArrayLike, expected: tuple[int, float] | None) -> None:
-    assert training.straggler(samples) == expected
-
-
 def test_training_metrics() -> None:
     times = Times({"step": [[1, 2, 3], [2, 1, 5]]}, [1] * 3)  # the slowest rank: 2, 2, 5
     metrics = training.training_metrics(times, 8)
@@ -95,7 +115,6 @@ def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
     assert metrics["overlap"].value == pytest.approx(0.5)
     assert metrics["late_s"].value == 1
     assert (metrics["late_ranks"], metrics["late_wait_s"]) == ([1], Estimate(1, 1, 1))
-    assert (metrics["straggler_rank"], metrics["straggler_factor"]) == (1, pytest.approx(4 / 3))
 
 
 @pytest.mark.parametrize(
