@@ -480,7 +480,7 @@ def main() -> int:
 
         def tell(cases: list[Case]) -> list[Sentence]:
             # an earlier run, which --resume continues, may have had other hosts
-            return answer(cases, () if any(map(bench.mark, cases)) else names)
+            return answer(cases, () if any(map(bench.report.is_earlier, cases)) else names)
 
         table = bench.run(title, cases, columns_of(meshes), begin, end, tell)
         lines = [line for case in table.passed for line in pipeline_lines(case)]

@@ -17,17 +17,19 @@ except ModuleNotFoundError:  # then there is no such line
 # by tqdm, which assumes that the remaining cases take as long as those before them
 ELAPSED, WITH_REMAINING = "{desc} [{elapsed}]", "{desc} [{elapsed}<{remaining}]"
 FIRST_S, NEXT_S = 5.0, 60.0  # after which a line reports a slow build, and then another one
+TICK_S = 1.0  # between updates of the line on a terminal while a case is built
 
 
 class Progress(Observer):
-    """Shows the line on stderr of rank 0, if that is a terminal. Otherwise prints a line if setting
-    up or compiling a case has taken FIRST_S, and another one every NEXT_S."""
+    """Shows the line on stderr of rank 0, if that is a terminal, with the elapsed time while a case
+    is set up or compiled. Otherwise prints a line if that has taken FIRST_S, and every NEXT_S."""
 
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
         self.line = None
         self.label = self.what = ""
         self.timer: threading.Timer | None = None  # while a case is built; never in blocks
+        self.lock = threading.RLock()  # held while the timer writes
         self.start_s = self.case_start_s = time.monotonic()
         if tqdm and bench.is_first and sys.stderr.isatty():
             tqdm.monitor_interval = 0  # no thread in addition to those that are timed
@@ -40,8 +42,8 @@ class Progress(Observer):
             self.start_s = self.case_start_s
 
     def phase(self, what: str, ahead: int) -> None:
+        self.watch_build(what)
         if self.line is None:
-            self.report_slow_build(what)
             return
         if not what:  # a line is about to be printed
             self.line.clear()
@@ -60,27 +62,35 @@ class Progress(Observer):
         of = f" of {count}" if number <= count else ""
         return f"case {number}{of}: {self.label}"
 
-    def report_slow_build(self, what: str) -> None:
-        """Let a timer print lines while the case is built; not during timed phases."""
+    def watch_build(self, what: str) -> None:
+        """Let a timer write while the case is built; not during timed phases."""
         if not (is_building(what) and self.bench.is_first):
             self.stop()
             return
         self.what = what
         if self.timer is None:
-            self.start_timer(FIRST_S)
+            self.start_timer(FIRST_S if self.line is None else TICK_S)
 
     def start_timer(self, seconds: float) -> None:
-        self.timer = threading.Timer(seconds, self.tell)
+        self.timer = threading.Timer(seconds, self.tick)
         self.timer.daemon = True
         self.timer.start()
 
+    def tick(self) -> None:
+        """Update the line on a terminal, or print one, on the thread of the timer."""
+        with self.lock:
+            if self.timer is not threading.current_thread():
+                return  # the build has ended
+            if self.line is None:
+                self.tell()
+            else:
+                self.line.refresh()
+            self.start_timer(NEXT_S if self.line is None else TICK_S)
+
     def tell(self) -> None:
-        """Print a line, on the thread of the timer."""
         now = time.monotonic()
         where = f"{self.case}: " if self.bench.measured else ""
         write_stderr(f"# {where}{self.what}, {duration(now - self.case_start_s)}{self.left}")
-        if self.timer is threading.current_thread():  # otherwise the build has ended
-            self.start_timer(NEXT_S)
 
     @property
     def left(self) -> str:
@@ -93,14 +103,16 @@ class Progress(Observer):
         return f"; about {duration(max(0, rest_s))} left" if rest_s > 0 else ""
 
     def end(self, last_line: dict[str, object]) -> list[str]:
+        self.stop()
         if self.line is not None:
             self.line.close()
         return []
 
     def stop(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+        with self.lock:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
 
 
 def is_building(what: str) -> bool:

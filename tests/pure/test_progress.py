@@ -1,4 +1,4 @@
-"""harness/observe/progress.py without a terminal: lines on cases that are built slowly."""
+"""harness/observe/progress.py: lines on cases that are built slowly, and the line of a terminal."""
 
 import threading
 from types import SimpleNamespace
@@ -85,3 +85,34 @@ def test_a_slow_build_is_reported_again(
     assert again.wait(60)
     observer.phase("step, block 1", 1)
     assert written[0].startswith("# case 1 of 1: a: setup, ")
+
+
+def test_the_line_of_a_terminal_ticks_while_a_case_is_built(
+    written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tqdm writes it anew, with the elapsed time; not in timed phases or when a row is printed."""
+    ticks = []
+    ticked = threading.Event()
+
+    def refresh() -> None:
+        ticks.append(observer.what)
+        if len(ticks) == 3:
+            ticked.set()
+
+    monkeypatch.setattr(progress, "TICK_S", 0.01)
+    observer = Progress(SimpleNamespace(is_first=True, measured=[0], case_count=1))  # type: ignore
+    done = lambda *words, **named: None  # noqa: E731
+    line = {"refresh": refresh, "update": done, "set_description_str": done, "clear": done}
+    observer.line = SimpleNamespace(**line, ncols=80)  # type: ignore
+    observer.begin("a", True)
+    for after in ("step, block 1", ""):
+        ticked.clear()
+        ticks.clear()
+        observer.phase("step 1 (the first one compiles)", 1)
+        assert ticked.wait(600)
+        observer.phase(after, 1)
+        assert observer.timer is None
+        before = len(ticks)
+        observer.tick()  # of a timer that had begun
+        assert (len(ticks), set(ticks)) == (before, {"step 1 (the first one compiles)"})
+    assert written == []
