@@ -67,6 +67,7 @@ def bash(folder: Path, script: str, cwd: Path, **variables: str) -> tuple[int, s
         ("1", ""),  # a run failed, or the disk is full
     ],
 )
+@pytest.mark.smoke
 def test_git_bisect_finds_the_slow_commit(tmp_path: Path, third_status: str, third: str) -> None:
     repository = tmp_path / "a repository"
     repository.mkdir()
@@ -97,6 +98,7 @@ def test_incorrect_usage_ends_the_bisection(tmp_path: Path, status: int, expecte
     assert bash(tmp_path, f"set +e\n{script}", tmp_path, **variables) == (expected, "")
 
 
+@pytest.mark.smoke
 def test_a_training_loop_can_write_a_report(tmp_path: Path) -> None:
     """The program of the page, as it is, on two ranks."""
     (text,) = re.findall(r"^```python\n(import argparse\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -258,6 +260,7 @@ def test_what_the_workflow_uses_of_github() -> None:
         ("0.1", [NOISY, NOISY], 0, "no verdict (1 undecided)"),
     ],
 )
+@pytest.mark.smoke
 def test_the_workflow_in_a_scratch_repository(
     tmp_path: Path, seconds: str, noise: list[str], status: int, verdict: str
 ) -> None:
@@ -284,6 +287,7 @@ def test_the_workflow_in_a_scratch_repository(
     assert all("head_sha=abc" in call for call in neutral)
 
 
+@pytest.mark.smoke
 def test_a_fork_gets_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> None:
     github = Github(tmp_path, "0.1", NOISE_6=NOISY, NOISE_12=NOISY, GH_STATUS="1")
     status, printed = github.run()
@@ -294,6 +298,7 @@ def test_a_fork_gets_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.smoke
 def test_a_self_hosted_runner_keeps_the_checkout_between_jobs(tmp_path: Path) -> None:
     """The temporary folder is emptied: the worktrees are gone, but git still lists them."""
     github = Github(tmp_path, "0.1", NOISE_6=QUIET)
@@ -303,6 +308,7 @@ def test_a_self_hosted_runner_keeps_the_checkout_between_jobs(tmp_path: Path) ->
     assert github.run()[0] == 0
 
 
+@pytest.mark.smoke
 def test_a_command_that_only_prints_its_step_times(tmp_path: Path) -> None:
     """The page tells where to add --step. --allow-disturbed, because ab.py measures the real
     load."""
@@ -320,6 +326,7 @@ def test_a_command_that_only_prints_its_step_times(tmp_path: Path) -> None:
     assert " ms  1.50x slower  " in (tmp_path / "summary").read_text()
 
 
+@pytest.mark.smoke
 def test_a_command_that_fails_fails_the_job(tmp_path: Path) -> None:
     github = Github(tmp_path, "0.1", MEASURE="false", PAGE="yes")
     status, printed = github.run()

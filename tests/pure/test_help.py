@@ -16,10 +16,10 @@ SLOW = (
     *("torch.distributed.pipelining", "benchmarks.workloads.axes"),
 )
 
-# Each script runs in a fork of a process that has imported only torch.
+# Each script runs in a fork of a process that has imported what all of them import.
 PROBE = """
 import json, os, runpy, sys
-import torch
+import torch.distributed.fsdp, torch.distributed.rpc
 before = set(sys.modules)
 for script in sys.argv[1:]:
     for flag in ("--help", "--szie"):

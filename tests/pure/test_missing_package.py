@@ -39,8 +39,6 @@ SIDES = "docs/results/tutorial/change/a --test docs/results/tutorial/change/b"
     ("program", "missing", "folder"),
     [
         ("benchmarks/ddp_sweep.py", "torch", "."),
-        ("benchmarks/ddp_sweep.py", "psutil", "."),
-        ("benchmarks/input_sweep.py", "torchvision", "."),
         ("benchmarks/collectives.py", "numpy", "."),
         (f"analysis/compare.py {SIDES} --ignore-key bucket_size_mb,comm_hook", "scipy", "analysis"),
     ],

@@ -84,7 +84,14 @@ def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["dp8", "dp2x4", "dp2tp4", "cp4dp2", "dp2ep4", "dp2pp4:1f1b", "ddp8"]
+    "mesh",
+    [
+        *("dp8", "ddp8"),
+        *(
+            pytest.param(mesh, marks=pytest.mark.smoke)
+            for mesh in ("dp2x4", "dp2tp4", "cp4dp2", "dp2ep4", "dp2pp4:1f1b")
+        ),
+    ],
 )
 def test_the_counted_step_equals_the_next_one(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Playing only the first steps is faster and counts the same."""
