@@ -81,7 +81,7 @@ from benchmarks.workloads.own_model import (
     without_rate,
 )
 from benchmarks.workloads.precision import DTYPE_HELP, name_precision, set_precision
-from benchmarks.workloads.process_settings import restored
+from benchmarks.workloads.process_settings import around_case
 from benchmarks.workloads.reference import (
     CHECKED_STEPS,
     Reference,
@@ -862,7 +862,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")  # torch 2.15's Triton
     with Benchmark("compile_sweep", args) as bench:
         job, start_s = bench.job, {}
-        bench.around_case = restored  # settings of a model do not affect the next one
+        bench.around_case = partial(around_case, bench)
         # equal models and batches on all ranks, as in `create`
         own = try_on_all(bench, args.models, 0, layers_of=layers_of)
         tables = plan(args, job, own)

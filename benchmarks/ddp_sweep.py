@@ -77,7 +77,7 @@ from benchmarks.workloads.own_model import (
 )
 from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
-from benchmarks.workloads.process_settings import restored
+from benchmarks.workloads.process_settings import around_case
 from benchmarks.workloads.settings import (
     SettingsTable,
     compare_rows,
@@ -956,7 +956,7 @@ def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
         job = bench.job
-        bench.around_case = restored  # settings of a model do not affect the next one
+        bench.around_case = partial(around_case, bench)
         sizes = sizes_of(args.world_sizes, job.world_size, job.local_world_size)
         if problem := invalid_sizes(args, job.world_size, sizes):
             bench.refuse(problem)

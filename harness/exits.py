@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn, TextIO
 
+from common.errors import Refused
+
 STARTED_S = time.monotonic()  # cli.py, which scripts import first, imports this module first
 HANG = 3  # exit status of a run that hung
 NO_VERDICT = 4  # exit status of a run that lacks the evidence for a verdict
@@ -219,6 +221,8 @@ ADVICE = re.compile(r"(CUDA out of memory\..*? is free\.)(?:.*?( \S+ \w+ allowed
 
 def describe(error: BaseException) -> str:
     """Return an error in one line."""
+    if isinstance(error, Refused):
+        return str(error)
     text = ADVICE.sub(r"\1\2", str(error))
     lines = text.strip().splitlines() or ["no message"]
     if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # a line that RPC adds

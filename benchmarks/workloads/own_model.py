@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads.process_settings import (
     AT_ONCE,
+    OF_CASE,
     Settings,
     apply_settings,
     differences,
@@ -44,6 +45,7 @@ from benchmarks.workloads.process_settings import (
     read_settings,
     restored,
 )
+from common.errors import Refused
 from harness.benchmark import Benchmark
 from harness.cli import cut, suggest
 from harness.exits import describe, place_of
@@ -54,13 +56,9 @@ FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "samples", "fsdp_units
 TOKENS = "input_ids"  # name of the argument whose elements are tokens, as in transformers
 PLAIN = (bool, int, float, complex, str, bytes, type(None))  # types of arguments without tensors
 # What the first call found, which holds for all later calls: settings of the process that the
-# import of a module changes, and the shapes of a batch, by --model.
+# import of a module changes, and the stated samples and the shapes of a batch, by --model.
 IMPORTED: dict[str, Settings] = {}
-SHAPES: dict[str, list[list[int]]] = {}
-
-
-class Refused(ValueError):
-    """A user-defined model cannot be measured; the message is one line."""
+SIZES: dict[str, tuple[int | None, list[list[int]]]] = {}
 
 
 class OwnModel(NamedTuple):
@@ -107,7 +105,9 @@ def leaves_of(value: Any, name: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, Tensor):
         return [(name, value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value) if hasattr(value, "__dict__") else {}
+        names = [field.name for field in dataclasses.fields(value)]
+        slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        value = slots | getattr(value, "__dict__", {})
     if isinstance(value, Mapping):
         return [leaf for key, entry in value.items() for leaf in leaves_of(entry, str(key))]
     if isinstance(value, (tuple, list)):
@@ -138,8 +138,7 @@ class Trial(NamedTuple):
     units: int | None = None  # number of fsdp_units; None if the function returns none
     tokens: int = 0  # in a batch; 0 if unknown
     layers: int | None = None  # number of layers that FSDP shards by default; None if unknown
-    # first dimensions of all tensors, [] if the function states `samples`; None if it did not fit
-    lengths: list[int] | None = None
+    shapes: list[list[int]] | None = None  # of all tensors; None if the model did not fit
 
 
 def is_own(name: str) -> bool:
@@ -188,13 +187,27 @@ def make_own(
         function, parameters = find_function(name)
         returned = function(device, **parameters)
     own = own_of(name, returned)
-    if (shapes := own.shapes()) != SHAPES.setdefault(name, shapes):
-        first, now = (cut([*map(str, each)]) for each in (SHAPES[name], shapes))
+    check_sizes(name, own)
+    if changes is None:
+        batch = own._replace(model=nn.Module(), fsdp_units=None)  # FSDP may replace the model
+        OF_CASE.append((name, partial(check_sizes, name, batch), read_settings()))
+    return own
+
+
+def check_sizes(name: str, own: OwnModel) -> None:
+    """Raise Refused if a batch has other shapes, or another number of samples, than in the first
+    call of this process."""
+    sizes = own.stated_samples, own.shapes()
+    if sizes != (first := SIZES.setdefault(name, sizes)):
+        was, now = (
+            (cut([*map(str, shapes)]) or "no tensors")
+            + (f" with {samples} samples" if samples else "")
+            for samples, shapes in (first, sizes)
+        )
         raise Refused(
-            f"{name}: expected batches of equal shapes in all calls, got {first} first "
+            f"{name}: expected batches of equal shapes in all calls and steps, got {was} first "
             f"and {now} now"
         )
-    return own
 
 
 def find_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -344,12 +357,16 @@ def try_own(
                 None if own.fsdp_units is None else len(own.fsdp_units),
                 own.tokens(),
                 layers_of and len(layers_of(own.model)),
-                [] if own.stated_samples else [shape[0] for shape in shapes if shape],
+                shapes,
             )
             with Communication() as communication:
                 value = own.loss(own.model(*own.args, **own.kwargs))
                 if isinstance(value, Tensor) and value.numel() == 1:
                     value.backward()
+                    if own.optimizer:
+                        optimizer = own.optimizer(own.model.parameters())
+                        without_rate(optimizer)
+                        optimizer.step()  # it may communicate
             if communication.ops and dist.get_world_size() > 1:
                 raise Refused(
                     f"{name}: its step communicates ({cut(sorted(communication.ops))}), and some "
@@ -358,8 +375,6 @@ def try_own(
             if not isinstance(value, Tensor) or value.numel() != 1:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise Refused(f"{name}: expected a loss that is a scalar, got {got}")
-            if own.optimizer:
-                without_rate(own.optimizer(own.model.parameters()))
             if (now := own.shapes()) != shapes:
                 change = f"from {shapes} to {now}"
                 raise Refused(f"{name}: a step changes the shape of its inputs, {change}")
@@ -447,22 +462,23 @@ def combined(bench: Benchmark, name: str, trials: list[Trial]) -> Trial:
         ranks = [rank for rank, trial in enumerate(trials) if change in trial.changes]
         where = "" if len(ranks) == len(trials) else f" on rank {cut(ranks)}"
         bench.print(f"# {name} has changed {change}{where}")
-    fits = [trial for trial in trials if trial.lengths is not None]
-    first = next(iter(fits), trials[0])
-    return first._replace(changes=[], tokens=max(trial.tokens for trial in trials))
+    known = {rank: trial for rank, trial in enumerate(trials) if trial.shapes is not None}
+    first, trial = next(iter(known.items()), (0, trials[0]))
+    if others := [rank for rank in known if known[rank].shapes != trial.shapes]:
+        mine, other = (cut([*map(str, known[r].shapes or ())]) for r in (first, others[0]))
+        got = f"{mine} on rank {first}, {other} on rank {cut(others)}"
+        bench.print(f"# {name}: shapes of the batch differ between ranks: {got}")
+    return trial._replace(changes=[], tokens=max(trial.tokens for trial in trials))
 
 
 def uneven(name: str, trials: list[Trial]) -> str | None:
-    """Return why these batches, by rank, are refused, or None: rates require equal sizes on all
-    ranks, if the sizes are known. A rank on which the model does not fit is not compared."""
-    known = {rank: trial for rank, trial in enumerate(trials) if trial.lengths is not None}
-    if all(trial.samples is None for trial in known.values()):
+    """Return why these batches, by rank, are refused, or None: rates require equal numbers of
+    samples on all ranks. A rank on which the model does not fit is not compared."""
+    known = {rank: t.samples for rank, t in enumerate(trials) if t.shapes is not None}
+    first = next(iter(known), 0)
+    others = [rank for rank, samples in known.items() if samples != known[first]]
+    if not others:
         return None
-    first = next(iter(known))
-    for what in ("samples", "lengths"):
-        want = getattr(known[first], what)
-        if others := [rank for rank, trial in known.items() if getattr(trial, what) != want]:
-            got = f"got {want} on rank {first} and {getattr(known[others[0]], what)}"
-            got += f" on rank {cut(others)}"
-            return f"{name}: expected batches of the same size on all ranks, {got}"
-    return None
+    mine, other = (known[rank] or "an unknown number" for rank in (first, others[0]))
+    got = f"got {mine} on rank {first} and {other} on rank {cut(others)}"
+    return f"{name}: expected the same number of samples on all ranks, {got}"

@@ -3,15 +3,19 @@
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.workloads import own_model
+from benchmarks.workloads import own_model, process_settings
 from benchmarks.workloads.own_model import (
     Trial,
+    combined,
     leaves_of,
     make_own,
     parameters_of,
@@ -19,14 +23,16 @@ from benchmarks.workloads.own_model import (
     uneven,
     without_rate,
 )
-from benchmarks.workloads.process_settings import differences, read_settings, restored
+from benchmarks.workloads.process_settings import around_case, differences, read_settings, restored
+from common.errors import Refused
+from harness.exits import describe
 
 CPU = torch.device("cpu")
 USERS = """
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -209,6 +215,22 @@ def one_class(device):
     return Takes(4, 1), (Graph(torch.ones(6, 4), torch.ones(6)),), torch.sum
 
 
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(slots=True)
+class Unset(Slots):
+    z: torch.Tensor = field(init=False)
+
+
+def slots(device, unset=False):
+    kind = Unset if unset else Slots
+    return Takes(4, 1), kind(torch.ones(6, 4), torch.ones(6)), torch.sum
+
+
 def data(device, samples=None):
     batch = (Data(torch.ones(10, 4)),)
     return {"model": Takes(4, 1), "args": batch, "loss": torch.sum, "samples": samples}
@@ -256,15 +278,65 @@ def in_backward(y):
     return y.sum()
 
 
+class Shares(torch.optim.SGD):  # its weights, in each step
+    def step(self):
+        super().step()
+        dist.all_reduce(self.param_groups[0]["params"][0].detach())
+
+
+class SharesAtStart(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        dist.barrier()
+
+
+class Rounds:  # a wrapper of an optimizer
+    def __init__(self, parameters):
+        self.inner = torch.optim.Adam(parameters)
+        self.param_groups = self.inner.param_groups
+
+    def step(self):
+        self.inner.step()
+        waits(self.param_groups[0]["params"][0].detach())
+
+
 def communicates(device, how):
-    return nn.Linear(4, 1), torch.ones(2, 4), globals()[how]
+    made = {"model": nn.Linear(4, 1), "args": (torch.ones(2, 4),), "loss": torch.sum}
+    return made | {"loss" if how.islower() else "optimizer": globals()[how]}
 
 
 sizes = iter([64, 640])
 
 
-def grows_by_call(device):
-    return trio(next(sizes))
+def grows_by_call(device, stated=False):
+    size = next(sizes)
+    return data(device, samples=size) if stated else trio(size)
+
+
+class GrowsLater(nn.Linear):  # from the third step on
+    steps = 0
+
+    def forward(self, batch):
+        self.steps += 1
+        if self.steps == 3 and isinstance(batch, dict):
+            batch["x"] = torch.cat([batch["x"]] * 2)
+        elif self.steps == 3:
+            batch.resize_(len(batch) + 1, 4)
+        return super().forward(batch["x"] if isinstance(batch, dict) else batch)
+
+
+def grows_later(device, nested=False):
+    x = torch.ones(2, 4)
+    return GrowsLater(4, 1), ({"x": x},) if nested else x, lambda y: y.detach().sum()
+
+
+def sets_later(device):
+    def loss(y):
+        torch.backends.cudnn.benchmark = True
+        return y.sum()
+
+    loss.__globals__["number"] = 3
+    return nn.Linear(4, 1), torch.ones(2, 4), loss
 """
 
 
@@ -277,7 +349,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(own_model, "SHAPES", {})
+    monkeypatch.setattr(own_model, "SIZES", {})
+    process_settings.OF_CASE.clear()
+    process_settings.TOLD.clear()
     monkeypatch.setattr(own_model, "IMPORTED", {})
     for name in ("users", "leaving", "unfinished"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -350,7 +424,7 @@ def test_settings_of_the_process_are_restored(function: str, change: str) -> Non
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert try_own(f"users:{function}", CPU) == Trial(2, [change], lengths=[2])
+        assert try_own(f"users:{function}", CPU) == Trial(2, [change], shapes=[[2, 4]])
         assert torch.get_num_threads() == 1
         assert torch.get_default_dtype() == torch.float32
         assert torch.is_grad_enabled()
@@ -368,16 +442,17 @@ def test_settings_of_a_model_apply_to_its_cases() -> None:
         assert torch.is_anomaly_enabled()
         assert not torch.backends.mkldnn.enabled
         assert os.environ["MINE"] == "1"
-        assert sys.stdout is before["standard output"]  # of which the rows of the table are printed
+        assert sys.stdout is before["sys.stdout"]  # of which the rows of the table are printed
     assert differences(before, read_settings()) == {}
     changes = try_own("users:sets_everything", CPU).changes
     assert differences(before, read_settings()) == {}
-    names = [change.split(" from ")[0].partition(";")[0] for change in changes]
-    backends = [f"torch.backends.{x}" for x in ("cudnn.benchmark", "mkldnn.enabled")]
-    assert set(names) == {
-        *("the anomaly mode", "the deterministic mode", "the float32 matmul precision"),
-        *("the autocast of cpu", *backends, "torch.backends.cuda.flash_sdp"),
-        *("the standard output", "environment variables (MINE)"),
+    names = {re.split(" from |;", change)[0] for change in changes}
+    assert names - {"torch._inductor.config.deterministic"} == {  # if it is imported
+        *("the anomaly mode", "the deterministic mode", "the autocast of cpu", "sys.stdout"),
+        *(f"torch.backends.{x}" for x in ("cudnn.benchmark", "mkldnn.enabled")),
+        *("torch.backends.cuda.flash_sdp_enabled", "torch's float32_matmul_precision"),
+        *(f"torch's fp32_precision of {x} matmul" for x in ("cuda", "mkldnn")),
+        "environment variables (MINE)",
     }
     assert "the anomaly mode from False to True; it applies to this model only" in changes
 
@@ -406,24 +481,32 @@ def test_changes_of_folder_and_path_apply_to_each_call(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "samples", "lengths"),
+    ("function", "samples", "shapes"),
     [
-        ("alone", 2, [2]),
-        ("graph", None, [10, 2]),
-        ("one_class", 6, [6, 6]),
+        ("alone", 2, [[2, 4]]),
+        ("graph", None, [[10, 4], [2, 30]]),
+        ("one_class", 6, [[6, 4], [6]]),
+        ("slots", 6, [[6, 4], [6]]),
+        ("slots?unset=true", 6, [[6, 4], [6]]),
         ("data", None, []),
         ("data?samples=12", 12, []),
-        ("jagged", 3, [3]),
-        ("masked", 8, [1, 8]),
+        ("jagged", 3, [[3]]),
+        ("masked", 8, [[1, 4], [8, 4]]),
     ],
 )
-def test_batches_of_all_kinds(function: str, samples: int | None, lengths: list[int]) -> None:
+def test_batches_of_all_kinds(function: str, samples: int | None, shapes: list[list[int]]) -> None:
     """The number of samples is what all tensors share, or unknown."""
     trial = try_own(f"users:{function}", CPU, idle_allowed=False)
-    assert (trial.samples, trial.lengths) == (samples, lengths)
+    assert (trial.samples, trial.shapes) == (samples, shapes)
 
 
-@pytest.mark.parametrize("how", ["reduces", "functional", "waits", "in_backward"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("reduces", "functional", "waits", "in_backward"),
+        *("Shares", "SharesAtStart", "Rounds"),  # optimizers
+    ],
+)
 def test_a_model_that_communicates_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`no ddp` would run its collective on one rank. In a world of one, it may."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -440,13 +523,62 @@ def test_a_model_that_communicates_is_refused(how: str, monkeypatch: pytest.Monk
         dist.destroy_process_group()
 
 
-def test_a_batch_of_another_size_than_in_the_first_call() -> None:
+@pytest.mark.parametrize(
+    ("name", "first", "now"),
+    [
+        ("users:grows_by_call", "[64, 4] first", "[640, 4] now"),
+        (
+            "users:grows_by_call?stated=true",
+            "no tensors with 64 samples first",
+            "no tensors with 640 samples now",
+        ),
+    ],
+)
+def test_a_batch_of_another_size_than_in_the_first_call(name: str, first: str, now: str) -> None:
     """A rate would be computed from 64 samples, and the step would train 640."""
-    assert try_own("users:grows_by_call", CPU).samples == 64
-    with pytest.raises(
-        ValueError, match=r"equal shapes in all calls, got \[64, 4\] first and \[640"
-    ):
-        make_own("users:grows_by_call", CPU)
+    assert try_own(name, CPU).samples == 64
+    with pytest.raises(ValueError, match=re.escape(f"steps, got {first} and {now}")):
+        make_own(name, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("users:grows_later", "[3, 4]"), ("users:grows_later?nested=true", "[4, 4]")],
+)
+def test_a_batch_that_grows_in_a_later_step_fails_the_case(name: str, now: str) -> None:
+    bench = Mock()
+    for steps in (2, 3):
+        own = make_own(name, CPU, {})  # the first call, outside of a case
+        fails: Any = pytest.raises(Refused) if steps == 3 else nullcontext()
+        with fails as refused, around_case(bench):
+            own = make_own(name, CPU)
+            for _ in range(steps):
+                own.model(*own.args)
+    assert describe(refused.value) == (  # without the name of the exception
+        f"{name}: expected batches of equal shapes in all calls and steps, got [2, 4] first and "
+        f"{now} now"
+    )
+    assert process_settings.OF_CASE == []
+    assert bench.print.call_args_list == []
+
+
+def test_a_setting_that_a_step_changes_is_named() -> None:
+    """In a step after the trial. What the function itself or the case before it sets is not."""
+    bench = Mock()
+    with around_case(bench):
+        torch.backends.cudnn.deterministic = True  # like --dtype
+        make_own("users:sets_everything", CPU)
+        own = make_own("users:sets_later", CPU)
+        assert bench.print.call_count == 0
+        torch.backends.cudnn.benchmark = False
+        own.loss(torch.ones(1))
+        os.environ["LATER"] = "1"
+    assert not torch.backends.cudnn.benchmark
+    assert "LATER" not in os.environ
+    (line,) = bench.print.call_args.args
+    assert line.startswith("# a step of users:sets_everything has changed environment variables (L")
+    assert line.endswith("(LATER); it was restored after the case")
+    assert bench.print.call_count == 1
 
 
 def test_a_model_that_does_not_fit_fails_its_cases() -> None:
@@ -458,21 +590,44 @@ def test_a_model_that_does_not_fit_fails_its_cases() -> None:
         make_own("users:fills_the_gpu", CPU)
 
 
-def uneven_of(*batches: list[int] | None) -> str | None:
-    """`uneven` of ranks whose tensors have these first dimensions, the last one the samples."""
-    known = [Trial(None, []) if b is None else Trial(b[-1] or None, [], lengths=b) for b in batches]
-    return uneven("mine:f", known)
+def trials_of(*batches: tuple[int | None, list[list[int]]] | None) -> list[Trial]:
+    """Trials with these samples and shapes, by rank. None: the model did not fit."""
+    return [Trial(b[0], [], shapes=b[1]) if b else Trial(None, []) for b in batches]
 
 
-def test_batches_of_different_sizes_are_refused() -> None:
-    """All tensors are compared. Unknown sizes (0 here) are not, nor a rank without memory."""
-    assert uneven_of([3], [3]) is uneven_of([3], None, [3]) is uneven_of(None, None) is None
-    assert uneven_of([5, 0], [7, 0]) is None
-    line = "mine:f: expected batches of the same size on all ranks, got 3 on rank 0 and "
-    assert uneven_of([1, 3], [1, 3000], [1, 3], [1, 3000]) == f"{line}3000 on rank 1, 3"
-    assert (uneven_of(None, [9, 3], [8, 3]) or "").endswith(
-        "got [9, 3] on rank 1 and [8, 3] on rank 2"
-    )
+def test_batches_with_other_numbers_of_samples_are_refused() -> None:
+    """A rank without memory is not compared, nor are unknown numbers of samples."""
+
+    def told(*batches: Any) -> str | None:
+        return uneven("mine:f", trials_of(*batches))
+
+    three, five, graph = (3, [[3, 4]]), (5, [[5, 4]]), (None, [[3], [8]])
+    assert told(three, three) is told(three, None, three) is told(None, None) is None
+    assert told((8, []), (8, [[1]])) is told(graph, (None, [[5], [9]])) is None
+    line = "mine:f: expected the same number of samples on all ranks, got "
+    assert told(three, five, three, five) == f"{line}3 on rank 0 and 5 on rank 1, 3"
+    assert told(None, graph, five) == f"{line}an unknown number on rank 1 and 5 on rank 2"
+    assert told(three, graph) == f"{line}3 on rank 0 and an unknown number on rank 1"
+
+
+def test_other_shapes_on_a_rank_are_a_line() -> None:
+    """Sequences of different lengths are legitimate, but explain a slow rank. Also if the function
+    states `samples`, and if only a later tensor differs."""
+
+    def told(*batches: Any) -> list[str]:
+        bench = Mock()
+        combined(bench, "mine:f", trials_of(*batches))
+        return [call.args[0] for call in bench.print.call_args_list]
+
+    short, long, mask = [[2, 8]], [[2, 64]], [[2, 8], [2, 2, 8]]
+    start = "# mine:f: shapes of the batch differ between ranks: "
+    assert told((2, short), None, (2, short)) == []
+    assert told((2, short), (2, long), (2, long)) == [
+        f"{start}[2, 8] on rank 0, [2, 64] on rank 1, 2"
+    ]
+    assert told(None, (6, mask), (6, short)) == [
+        f"{start}[2, 8], [2, 2, 8] on rank 1, [2, 8] on rank 2"
+    ]
 
 
 def test_parameters_in_the_name() -> None:
@@ -480,13 +635,15 @@ def test_parameters_in_the_name() -> None:
     parameters = {"batch": 16, "rate": 1e-3, "rope": True, "cache": False, "kind": "tiny one"}
     assert parameters_of(name) == ("a.b", "make", parameters | {"empty": ""})
     assert parameters_of("a:make") == ("a", "make", {})
-    assert try_own("users:sized?samples=3&width=2", CPU) == Trial(3, [], lengths=[3])
+    assert try_own("users:sized?samples=3&width=2", CPU) == Trial(3, [], shapes=[[3, 2]])
 
 
 def test_a_batch_of_keyword_arguments() -> None:
     """A batch like that of Hugging Face: nested, with values that are not tensors. 4 x 5 tokens."""
     name = "tests.own_models:batch_of_transformers?batch=4&long=true"
-    assert try_own(name, CPU, idle_allowed=False) == Trial(4, [], tokens=20, lengths=[4, 4])
+    assert try_own(name, CPU, idle_allowed=False) == Trial(
+        4, [], tokens=20, shapes=[[4, 5], [4, 1, 1]]
+    )
     own = make_own(name, CPU)
     assert own.tokens() == 20
     assert (own.args, list(own.kwargs)) == ((), ["input_ids", "extra", "use_cache"])

@@ -1,28 +1,41 @@
 """benchmarks/workloads/precision.py: settings of `--dtype`, and its name in titles."""
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
+from benchmarks.workloads.precision import name_precision, set_precision
+from benchmarks.workloads.process_settings import around_case
+
+backends: Any = torch.backends
 
 
-def test_the_default_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default of torch uses TF32 in convolutions."""
-    now = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    set_products = Mock(wraps=torch.set_float32_matmul_precision)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", set_products)
-    set_precision("default")
-    assert set_products.call_count == 0
-    seen = []
-    for dtype in ("tf32", "fp32", "bf16", "default"):
-        set_precision(dtype)
-        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-    fp32 = ("highest", False)
-    assert seen == [("high", True), fp32, fp32, now]
-    assert now == PRECISION["default"]
-    assert set_products.call_count == 3
+def precision() -> list[Any]:
+    """Of matrix products and of convolutions, in torch's older and newer API."""
+    older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    newer = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+    return [*older, *newer]
+
+
+def test_the_default_touches_nothing() -> None:
+    """The default of torch uses TF32 in convolutions. A model may use the newer API, after which
+    torch refuses to read the older one."""
+    own = ["highest", True, "none", "tf32"]
+    assert precision() == own
+    for dtype, expected in {
+        "tf32": ["high", True, "tf32", "tf32"],
+        "fp32": ["highest", False, "ieee", "none"],
+        "bf16": ["highest", False, "ieee", "none"],
+        "default": own,
+    }.items():
+        with around_case(Mock()):
+            set_precision(dtype)
+            assert precision() == expected
+            backends.cuda.matmul.fp32_precision = "ieee"
+            backends.fp32_precision = "tf32"
+        assert precision() == own
 
 
 def test_the_title_mentions_tf32_if_it_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
