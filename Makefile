@@ -16,7 +16,9 @@ all: quick smoke faults launch
 lint:
 	ruff check .
 	ruff format --check .
-	mypy common harness benchmarks analysis examples tests
+	mypy common harness benchmarks analysis examples launch tests
+pyz: # all scripts in one file, torchrun-bench.pyz
+	python launch/archive/build.py
 results: # repeat the measurements in docs/results, 20 minutes
 	python tests/measure_results.py
-.PHONY: results quick smoke faults launch gpu oldest cudalab all lint
+.PHONY: pyz results quick smoke faults launch gpu oldest cudalab all lint

@@ -29,6 +29,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import sys
 import time
 from collections import Counter, defaultdict
@@ -197,7 +198,8 @@ def find(folder: str, rank: int, world_size: int) -> tuple[Path, bool]:
 
 
 def other_world_size(what: str, folder: str, recorded: int, world_size: int) -> str:
-    launch = f"torchrun --nproc-per-node {recorded} {sys.argv[0]} {folder}"
+    script = shlex.join(exits.words_of(sys.argv[0]))
+    launch = f"torchrun --nproc-per-node {recorded} {script} {folder}"
     return f"{what}, and this job has {world_size}; e.g. {launch}"
 
 

@@ -528,11 +528,12 @@ def why_missing(
     sizes = [call[2] for call in lacking]
     dtypes = dict.fromkeys(step.dtype_of(*call) or "float32" for call in lacking)
     spread, ranks_per_node = len(layout) > 1, layout[0]
+    script = exits.as_started("benchmarks/collectives.py")
     words = ["torchrun", *(["--nnodes", str(len(layout))] if spread else []), "--nproc-per-node"]
     if spread and set(layout) == {1} and key["gpus_per_node"] > 1:  # each group is a rail
-        words += [str(key["gpus_per_node"]), "benchmarks/collectives.py", "--groups", "cross"]
+        words += [str(key["gpus_per_node"]), script, "--groups", "cross"]
     else:
-        words += [str(ranks_per_node), "benchmarks/collectives.py"]
+        words += [str(ranks_per_node), script]
         if set(layout) != {ranks_per_node}:
             firsts = [node * ranks_per_node for node in range(len(layout))]
             parts = zip(firsts, layout, strict=True)

@@ -672,7 +672,7 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
         return []
     lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
     if replaced:
-        before = relative_path(replaced)
+        before = exits.shortest(replaced)
         command = analysis_command("compare.py", before, "--test", path)
         lines.append(f"previous report {before}; to compare: {command}")
     return lines
@@ -680,8 +680,8 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
 
 def analysis_command(script: str, *words: str) -> str:
     """Return the command that runs a script of analysis/ from the current folder."""
-    file = str(exits.ROOT / "analysis" / script)
-    return shlex.join(["python", min(relative_path(file), file, key=len), *words])
+    path = exits.shortest(str(exits.ROOT / "analysis" / script))
+    return shlex.join(["python", *exits.words_of(path), *words])
 
 
 def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
@@ -714,14 +714,6 @@ def terminal_width() -> int | None:
     if not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
-
-
-def relative_path(path: str) -> str:
-    """Return the path relative to the working directory; unchanged if that was removed."""
-    try:
-        return os.path.relpath(path)
-    except FileNotFoundError:
-        return path
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from harness import files
+from harness import exits, files
 from harness.exits import ROOT, is_on_one_node, is_rank_0, refuse, reserve_streams
 
 TURN = "TORCHRUN_BENCH_TURN"  # set by ab.py --interleave to two named pipes, THIS_COMMAND:OTHER
@@ -52,7 +52,10 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def version(folder: Path = ROOT) -> str:
-    """Return the commit of a checkout, with `-dirty` if files differ; `unknown` without git."""
+    """Return the commit of a checkout, with `-dirty` if files differ; `unknown` without git. An
+    archive contains that of the checkout from which it was built."""
+    with contextlib.suppress(OSError):
+        return exits.read_text(exits.STAMP)
     # without git's own variables: in a hook, GIT_DIR names another repository
     variables = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     # without locks, which could disturb other programs; `describe --dirty` would take one anyway
@@ -101,7 +104,9 @@ class Parser(argparse.ArgumentParser):
         """gone: flags of the program that the script replaces -> what to use instead."""
         reserve_streams()
         raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
+        prog = shlex.join(exits.words_of(os.path.basename(sys.argv[0])))
+        doc = exits.as_started(doc or "")
+        super().__init__(prog, description=doc, formatter_class=raw, allow_abbrev=False)
         self.gone = LAUNCHER_FLAGS | dict(gone or {})
         self.measures = False  # True once add_common_flags has been called
         self.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
@@ -141,7 +146,8 @@ class Parser(argparse.ArgumentParser):
 def first_lines() -> str:
     """Return the first lines of the output: the script, its version and the command."""
     name = Path(sys.argv[0]).stem
-    return f"# torchrun-bench {name}, version {version()}\n# command: {shlex.join(sys.argv)}"
+    command = shlex.join([*exits.words_of(sys.argv[0]), *sys.argv[1:]])
+    return f"# torchrun-bench {name}, version {version()}\n# command: {command}"
 
 
 def begin_output(stream: TextIO) -> None:

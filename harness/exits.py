@@ -14,14 +14,15 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NoReturn, TextIO
+from typing import IO, Any, NoReturn, TextIO
 
 from common.errors import Refused
 
 STARTED_S = time.monotonic()  # cli.py, which scripts import first, imports this module first
 HANG = 3  # exit status of a run that hung
 NO_VERDICT = 4  # exit status of a run that lacks the evidence for a verdict
-ROOT = Path(__file__).resolve().parents[1]  # of the checkout
+ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the archive of launch/archive
+STAMP = "version.txt"  # in the archive: the version of the checkout
 # A quoted value, or a word, of more than 200 characters
 LONG = re.compile(r"""(?<!\w)'(?:[^'\\]|\\.){200,}'(?!\w)|"(?:[^"\\]|\\.){200,}"|\S{200,}""")
 
@@ -47,10 +48,39 @@ def shorten(message: str) -> str:
     return LONG.sub(lambda value: f"{value[0][:60]}... ({len(value[0]):,} characters)", message)
 
 
+def read_text(name: str) -> str:
+    """Return the contents of a file of the checkout or of the archive. Raises OSError."""
+    loader: Any = __spec__.loader
+    return str(loader.get_data(str(ROOT / name)), "utf-8")
+
+
+def words_of(script: str) -> list[str]:
+    """Return the words that start a script, after `python` or torchrun: its path or, in an archive,
+    the path of the archive and the name of the script."""
+    if not ROOT.is_file():
+        return [script]
+    return [shortest(str(ROOT)), *([Path(script).stem] if script else [])]
+
+
+def as_started(text: str) -> str:
+    """Return a text in which `benchmarks/ddp_sweep.py` is what starts this script here."""
+    return re.sub(
+        r"\b(?:benchmarks|analysis)/\w+\.py\b", lambda path: shlex.join(words_of(path[0])), text
+    )
+
+
+def shortest(path: str) -> str:
+    """Return a path relative to the working directory, if that is shorter and the directory still
+    exists."""
+    with contextlib.suppress(FileNotFoundError):
+        return min(os.path.relpath(path), path, key=len)
+    return path
+
+
 def read_launchers() -> list[tuple[str, str]]:
     """Return the variables of the rank and of the number of tasks, for each known launcher."""
     try:
-        lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
+        lines = read_text("launch/launchers.txt").splitlines()
     except OSError:  # launch/ was not copied along with the scripts
         return []
     rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
@@ -80,7 +110,8 @@ def refuse_worlds_of_one() -> None:
             refuse(
                 f"{size}={tasks}, but each task would run as a world of one; start them with "
                 "launch/slurm_torchrun.sbatch (torchrun on each node), launch/slurm_srun.sbatch "
-                "(a task per rank) or launch/mpi_env.sh (mpirun, mpiexec, flux)",
+                "(a task per rank) or launch/mpi_env.sh (mpirun, mpiexec, flux)"
+                + (f"; {shlex.join(words_of('launch'))} prints them" if ROOT.is_file() else ""),
                 prints=all(os.environ.get(rank, "0") == "0" for rank in ranks),
             )
 
@@ -134,11 +165,13 @@ def name_missing_package(
 ) -> None:
     """Report a missing package in one line, and any other error as Python does."""
     script = Path(sys.argv[0]).resolve()
-    path = (ROOT / "analysis" if script.parent.name == "analysis" else ROOT) / "requirements.txt"
+    name = f"{'analysis/' * (script.parent.name == 'analysis')}requirements.txt"
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        if re.search(rf"^{re.escape(package)}\b", path.read_text(), re.MULTILINE):
-            refuse(f"{package} is not installed; try pip install -r {shlex.quote(str(path))}")
+        lines = [line for line in read_text(name).splitlines() if not line.startswith("#")]
+        if any(re.match(rf"{re.escape(package)}\b", line) for line in lines):
+            words = lines if ROOT.is_file() else ["-r", str(ROOT / name)]
+            refuse(f"{package} is not installed; try pip install {shlex.join(words)}")
     sys.__excepthook__(kind, error, trace)
 
 

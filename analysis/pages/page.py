@@ -4,11 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from analysis import show
 from analysis.runs.load import Run
+from harness import exits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +51,7 @@ def as_page(title: str, sections: Sequence[Section]) -> str:
     from analysis.pages.figures import svg
 
     jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FunctionLoader(lambda name: exits.read_text(f"analysis/pages/{name}")),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else show.clean(value, 500),
     )

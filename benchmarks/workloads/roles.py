@@ -1,6 +1,7 @@
 """Roles of the ranks in the RPC scripts, trainers, servers and the master, and their devices."""
 
 import argparse
+import shlex
 import sys
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from common.rpc import Roles
 from harness.benchmark import find_world
-from harness.exits import refuse
+from harness.exits import refuse, words_of
 
 
 def split_roles(
@@ -31,7 +32,7 @@ def split_roles(
     total = last + 1 if master else last
     if total != world_size:
         parts = f"{roles} and a master" if master else str(roles)
-        more = f"e.g. torchrun --nproc-per-node {total} {sys.argv[0]}"
+        more = f"e.g. torchrun --nproc-per-node {total} {shlex.join(words_of(sys.argv[0]))}"
         refuse(f"{parts} require {total} processes, got {world_size}; {more}")
     return roles
 

@@ -12,10 +12,12 @@ from typing import Any
 from common.stats import Estimate, Times
 from common.table import Columns, Table
 from harness.cli import cut
+from harness.exits import as_started
 from harness.report import Case
 
 # Ends an answer that lists the times of several cases
-SEQUENTIAL = "these were timed one after the other; use analysis/ab.py to compare them"
+SEQUENTIAL = "these were timed one after the other; "
+SEQUENTIAL += f"use {as_started('analysis/ab.py')} to compare them"
 
 
 def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:

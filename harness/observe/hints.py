@@ -15,6 +15,7 @@ from harness.benchmark import Observer
 from harness.cli import TURN
 from harness.cpu_load import Others
 from harness.environment import count_of, node_of_each, others_text
+from harness.exits import as_started
 from harness.report import Case
 
 WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
@@ -171,7 +172,7 @@ def cause_and_remedy(
     if crowded:
         return f"{crowded} and {busy}" if busy else crowded, "start fewer ranks"
     if busy:
-        return busy, "wait until they end, or compare with analysis/ab.py --interleave"
+        return busy, as_started("wait until they end, or compare with analysis/ab.py --interleave")
     found = []
     counts = [len(slowest_s(case)) for case in doubtful]
     if drifting := sum(drifts(case) for case in doubtful):
