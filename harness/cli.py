@@ -24,14 +24,8 @@ TURN = "TORCHRUN_BENCH_TURN"  # set by ab.py --interleave to two named pipes, TH
 TOKEN = b"."  # sent through these pipes to pass the turn on
 VERSION = "0.1.0"  # as in CHANGELOG.md
 MAX_NUMBER = 1e9  # upper limit of numbers in flags: larger ones are typos, and overflow somewhere
-GENERATOR = "torchrun-bench"  # in the metadata of each page and picture
-GENERATOR_MARKS = (  # how HTML, PNG, SVG and PDF store it; a page may mention the word elsewhere
-    f'<meta name="generator" content="{GENERATOR}">',
-    f"tEXtSoftware\0{GENERATOR}",
-    f"<dc:title>{GENERATOR}</dc:title>",
-    f"/Creator ({GENERATOR})",
-)
-SEARCHED_BYTES = 2**14  # at the start and at the end of a file, to find one of them
+GENERATOR = "output of torchrun-bench"  # in the metadata of each page (report.html.j2) and picture
+SEARCHED_BYTES = 2**14  # at the start and at the end of a file, to find it
 # Flags that launchers accept, or that scripts accepted before torchrun existed
 LAUNCHER_FLAGS = dict.fromkeys(
     (
@@ -362,8 +356,8 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 def refuse_foreign(path: str) -> None:
-    """Raise ValueError if a page or picture would overwrite a file without one of GENERATOR_MARKS,
-    which this project did not write, or would be written to a pipe or a device."""
+    """Raise ValueError if a page or picture would overwrite a file without GENERATOR, or would be
+    written to a pipe or a device."""
     files.check_regular(path)
     if not os.path.isfile(path):
         return
@@ -371,5 +365,5 @@ def refuse_foreign(path: str) -> None:
         ends = file.read(SEARCHED_BYTES)
         file.seek(max(0, os.path.getsize(path) - SEARCHED_BYTES))
         ends += file.read(SEARCHED_BYTES)
-    if ends and not any(mark.encode() in ends for mark in GENERATOR_MARKS):
-        raise ValueError(f"{path} exists and was not written by {GENERATOR}; give another path")
+    if ends and GENERATOR.encode() not in ends:
+        raise ValueError(f"{path} exists and is no {GENERATOR}; give another path")

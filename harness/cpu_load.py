@@ -1,7 +1,7 @@
 """CPU use by other processes, from the counters of the kernel.
 
 Requires only psutil. To record the load in the report of your own training loop, copy this file
-next to it (docs/compare.md).
+next to it (docs/ci.md).
 """
 
 import os
@@ -29,20 +29,9 @@ class Others(NamedTuple):
         return self.busy / self.cores
 
 
-class Counters(NamedTuple):
-    """A reading of the counters."""
-
-    at_s: float  # monotonic clock
-    busy_s: float  # CPU time of the cores since boot
-    job_s: float  # CPU time of the job's processes since they started
-
-
 class CpuLoad:
-    """Measures CPU use by other processes, starting at construction on the first rank of a node.
-
-    It is the busy time of the job's cores (those that its launcher may use) less the CPU time of
-    the job's processes (those that its launcher started on this node).
-    """
+    """Measures CPU use by other processes since its construction, on one rank of a node: the busy
+    time of the cores that the job's launcher may use, less the CPU time of what it started here."""
 
     def __init__(self, job: psutil.Process | None = None) -> None:
         """job: the process that started the job's processes; None for the launcher."""
@@ -52,13 +41,13 @@ class CpuLoad:
         self.cores = self.job.cpu_affinity()
         self.start = self.read()
 
-    def read(self) -> Counters:
-        """Read the counters now."""
-        return Counters(time.monotonic(), busy_seconds(self.cores), job_seconds(self.job))
+    def read(self) -> tuple[float, float]:
+        """Return the time of a monotonic clock and the CPU time of other processes, in seconds."""
+        return time.monotonic(), busy_seconds(self.cores) - job_seconds(self.job)
 
     def of_others(self) -> Others:
         """Return the average since construction. Waits until LEAST_S have passed since then."""
-        time.sleep(max(0.0, self.start.at_s + LEAST_S - time.monotonic()))
+        time.sleep(max(0.0, self.start[0] + LEAST_S - time.monotonic()))
         return self.mean(*spent(self.start, self.read()))
 
     def mean(self, wall_s: float, others_s: float) -> Others:
@@ -68,10 +57,9 @@ class CpuLoad:
         return Others(round(busy, 2), len(self.cores))
 
 
-def spent(start: Counters, end: Counters) -> tuple[float, float]:
+def spent(start: tuple[float, float], end: tuple[float, float]) -> tuple[float, float]:
     """Return wall-clock seconds, and CPU seconds of other processes, between two readings."""
-    others_s = end.busy_s - start.busy_s - (end.job_s - start.job_s)
-    return end.at_s - start.at_s, others_s
+    return end[0] - start[0], end[1] - start[1]
 
 
 def launcher_of(process: psutil.Process) -> psutil.Process:

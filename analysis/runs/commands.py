@@ -32,7 +32,7 @@ from analysis.runs.load import LOAD_ENDING
 from analysis.show import clean
 from harness import report
 from harness.cli import TOKEN, TURN, cut
-from harness.cpu_load import Counters, CpuLoad, spent
+from harness.cpu_load import CpuLoad, spent
 from harness.exits import ROOT, print_error, refuse
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -296,8 +296,8 @@ class InterleavedRun:
     wall_s: float = 0.0  # duration of its turns
     others_s: float = 0.0  # CPU time of other processes during its turns
 
-    def count(self, start: Counters, end: Counters) -> None:
-        """Add a turn, given the counters at its start and at its end."""
+    def count(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Add a turn, given `CpuLoad.read` at its start and at its end."""
         wall_s, others_s = spent(start, end)
         self.wall_s += wall_s
         self.others_s += others_s

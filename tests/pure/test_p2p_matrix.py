@@ -26,7 +26,7 @@ def test_a_heat_map_replaces_only_heat_maps(tmp_path: Path) -> None:
     p2p_matrix.draw([met(0, 1, 20, 1.0)], 2, str(own))
     p2p_matrix.check_plot(str(own))
     other.write_bytes(b"\x89PNG of another program")
-    with pytest.raises(ValueError, match="exists and was not written by torchrun-bench"):
+    with pytest.raises(ValueError, match="exists and is no output of torchrun-bench"):
         p2p_matrix.check_plot(str(other))
 
 

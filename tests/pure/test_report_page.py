@@ -236,7 +236,7 @@ def test_foreign_pages_are_not_replaced(tmp_path: Path) -> None:
     page.write_text(notes)
     done = run("report.py", report, "-o", str(page))
     assert done.returncode == 2
-    why = f"{page} exists and was not written by torchrun-bench; give another path\n"
+    why = f"{page} exists and is no output of torchrun-bench; give another path\n"
     assert done.stderr == f"report.py: error: {why}"
     assert page.read_text() == notes
     page.write_text("")
@@ -337,5 +337,5 @@ def test_foreign_pictures_are_not_replaced(suffix: str, tmp_path: Path) -> None:
     picture.write_bytes(b"my picture")
     done = run("trace.py", trace, "-o", str(picture))
     assert done.returncode == 2
-    assert f"{picture} exists and was not written by torchrun-bench" in done.stderr
+    assert f"{picture} exists and is no output of torchrun-bench" in done.stderr
     assert picture.read_bytes() == b"my picture"
