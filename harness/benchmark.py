@@ -183,7 +183,7 @@ class Benchmark:
         """Join the job. args: flags, including those of `add_common_flags`. tested: the ranks that
         groups under test may contain; None for all."""
         check_flags(args)
-        self.args = args
+        self.args, self.tested = args, tested
         self.status = 1
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
@@ -255,7 +255,7 @@ class Benchmark:
         """Start or resume the report. All ranks call it once all modules of the models are
         imported, since the first line has their contents."""
         loaded = self.report.environment["contents"] = contents.loaded()
-        environment.refuse_other_files(self.job, self.report.environment, loaded)
+        environment.refuse_differences(self.job, self.report.environment, loaded, self.tested)
         self.replaced = self.prepare("--json", self.start_report)
         self.is_report_open = True
         if self.replaced:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
@@ -251,55 +251,47 @@ def cpu_model() -> str:
 def refuse_differences(
     job: Job, environment: dict[str, Any], contents: Mapping[str, str], tested: range | None = None
 ) -> None:
-    """Raise Refused if command lines, files, or versions of torch or NCCL differ, or ranks share a
-    GPU under NCCL. All ranks call it, before any of them uses NCCL.
-
-    contents: of this rank's modules. tested: the ranks that NCCL connects; None for all.
+    """Raise Refused if the ranks do not belong to one run. All ranks call it, before any of them
+    uses NCCL. contents: of this rank's modules. tested: the ranks that NCCL connects; None for all.
     """
     words = [os.path.basename(sys.argv[0]), *without_paths(sys.argv[1:])]
-    first = job.broadcast(words)
-    rows = job.gather(None if words == first else words) or []
-    problem = None
-    if others := [rank for rank, row in enumerate(rows) if row]:
-        problem = (
-            f"expected the same arguments on all ranks, got `{shlex.join(rows[others[0]])}` on "
-            f"rank {cut(others)}, `{shlex.join(first)}` on rank 0"
-        )
-    problem = job.broadcast(problem) or version_problem(environment["ranks"])
-    # NCCL 2.30 and newer support sharing with this variable
-    can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    shared = shared_gpu(environment, tested)
-    if shared and not problem and "nccl" in environment["backend"] and not can_share:
-        problem = f"{shared}; NCCL requires one GPU per rank: start fewer, or use --backend gloo"
-    if problem:
-        raise Refused(problem)
-    refuse_other_files(job, environment, contents)
-
-
-def refuse_other_files(job: Job, environment: dict[str, Any], contents: Mapping[str, str]) -> None:
-    """Raise Refused if a module of a rank differs from rank 0's. All ranks call it."""
-    rows = job.gather(differing(job.broadcast(dict(contents)), contents)) or []
-    problem = None
-    if others := [rank for rank, row in enumerate(rows) if row]:
-        host = environment["ranks"][others[0]]["host"]
-        problem = (
-            f"expected the same files on all ranks, but {cut(rows[others[0]])} of rank "
-            f"{cut(others)} ({host}) differ from rank 0's; use one checkout on all nodes"
-        )
-    if problem := job.broadcast(problem):
+    first, usual = job.broadcast((words, dict(contents)))
+    rows = job.gather(([] if words == first else words, differing(usual, contents)))
+    found = next(problems(environment, rows, first, tested), None) if rows else None
+    if problem := job.broadcast(found):
         raise Refused(problem)
 
 
-def version_problem(ranks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return which node has another version of torch or NCCL than most ranks; None if no node."""
-    for name in ("torch", "nccl"):
-        # "" for a server on the CPU, which does not use NCCL
+def problems(
+    environment: dict[str, Any], rows: list[Any], first: list[str], tested: range | None
+) -> Iterator[str]:
+    """Yield messages on other command lines, other versions of torch or NCCL, a shared GPU under
+    NCCL, and other files. rows: of each rank, its words and modules that differ from rank 0's.
+    first: the words of rank 0."""
+    ranks = environment["ranks"]
+    if others := [rank for rank, (words, _) in enumerate(rows) if words]:
+        got = shlex.join(rows[others[0]][0])
+        yield (
+            f"expected the same arguments on all ranks, got `{got}` on rank {cut(others)}, "
+            f"`{shlex.join(first)}` on rank 0"
+        )
+    for name in ("torch", "nccl"):  # "" for a server on the CPU, which does not use NCCL
         counts = Counter(row[name] for row in ranks if row[name]).most_common()
         if len(counts) > 1:
             usual, rarest = counts[0][0], counts[-1][0]
             host = next(row["host"] for row in ranks if row[name] == rarest)
-            return f"{name} is {rarest} on {host}, {usual} elsewhere"
-    return None
+            yield f"{name} is {rarest} on {host}, {usual} elsewhere"
+    # NCCL 2.30 and newer support sharing with this variable
+    can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    shared = shared_gpu(environment, tested)
+    if shared and "nccl" in environment["backend"] and not can_share:
+        yield f"{shared}; NCCL requires one GPU per rank: start fewer, or use --backend gloo"
+    if others := [rank for rank, (_, modules) in enumerate(rows) if modules]:
+        yield (
+            f"expected the same files on all ranks, but {cut(rows[others[0]][1])} of rank "
+            f"{cut(others)} ({ranks[others[0]]['host']}) differ from rank 0's; use one checkout on "
+            "all nodes"
+        )
 
 
 def without_paths(words: Sequence[str]) -> list[str]:

@@ -70,12 +70,12 @@ def test_ranks_with_other_arguments_or_files(monkeypatch: pytest.MonkeyPatch) ->
     given = ["x.py", "--json", "PATH", "--profile=PATH", "-b"]
     assert environment.without_paths(sys.argv[1:]) == [*given[1:], "8 M"]
     assert environment.without_paths(["--json", "-", "-J", "x"]) == ["--json", "-", "-J", "PATH"]
-    assert refusal(found, [None, None], [[], []]) == ""
-    assert refusal(found, [[*given, "9"], [*given, "9"]]) == (
+    assert refusal(found, [([], []), ([], [])]) == ""
+    assert refusal(found, [([*given, "9"], []), ([*given, "9"], ["mine"])]) == (
         f"expected the same arguments on all ranks, got `{' '.join(given)} 9` on rank 1, 2, "
         f"`{' '.join(given)} '8 M'` on rank 0"
     )
-    assert refusal(found, [None, None], [["mine", "helper"], []]) == (
+    assert refusal(found, [([], ["mine", "helper"]), ([], [])]) == (
         "expected the same files on all ranks, but mine, helper of rank 1 (b) differ from rank "
         "0's; use one checkout on all nodes"
     )
