@@ -75,11 +75,9 @@ class RankResult(NamedTuple):
 
 
 class Observer:
-    """Base class of the observers in harness/observe/, which are called outside the timed code.
-
-    An exception in `row` or `end` becomes a line of output. An exception in `after` fails the case,
-    because other ranks may be waiting in a collective there.
-    """
+    """Base class of the observers in harness/observe/, which are called outside the timed code. An
+    exception in `row` or `end` becomes a line of output. One in `after` fails the case, because
+    other ranks may be waiting in a collective there."""
 
     def __init__(self, bench: "Benchmark") -> None:
         """Called on all ranks after the preamble is printed and before the report is opened."""

@@ -19,9 +19,8 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages,
 
 def loaded() -> dict[str, str]:
     """Return the hash of the source of each local module in sys.modules, by name (the main script:
-    of its file). Local is what is neither VERSIONED nor in the folders of the standard library and
-    of installed packages, so editable installations are local.
-    """
+    of its file). VERSIONED modules, the standard library and installed packages are not local,
+    unless they are editable installations."""
     found = {}
     for name, module in [*sys.modules.items()]:
         package = name.partition(".")[0]

@@ -75,10 +75,8 @@ def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
 
 
 def collect(job: Job, variables: dict[str, str], memory_held: dict[str, str]) -> dict[str, Any]:
-    """Return the report's environment, on rank 0; {} on other ranks. All ranks call it.
-
-    variables: of `user_variables`. memory_held: of `gpu_memory`, on the first rank of each node.
-    """
+    """Return the report's environment, on rank 0; {} on other ranks, which all call it. variables:
+    of `user_variables`. memory_held: of `gpu_memory`, on the first rank of each node."""
     # with RPC, some ranks may be on the CPU, including the first rank of a node
     devices = job.gather(job.device.type)
     cuda = job.broadcast(devices and "cuda" in devices)

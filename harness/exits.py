@@ -233,10 +233,8 @@ def write_stderr(text: str) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Return ` (my_model.py:12)`, the innermost line of the user's code in a traceback, or "".
-
-    The user's code is everything but this project's, the standard library and installed packages.
-    """
+    """Return ` (my_model.py:12)`, the innermost line in a traceback that is neither this project's
+    nor of the standard library or an installed package; "" if there is none."""
     foreign = [Path(sysconfig.get_path("stdlib"))]
     foreign += [ROOT / folder for folder in ("benchmarks", "common", "harness")]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -17,14 +17,11 @@ IsolatedTimes = Mapping[tuple[str, Layout, str], TimesBySize]  # by collective, 
 
 
 def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
-    """Interpolate the time at `size`, with its interval, between the two nearest measured sizes.
+    """Interpolate the time at `size`, and the ends of its interval, between the two nearest sizes
+    in bytes, as in the model latency + size / bandwidth (Hockney 1994, Parallel Computing 20:389).
 
-    The time is linear in the size, as in the model latency + size / bandwidth (Hockney 1994,
-    Parallel Computing 20:389), and so are the ends of the interval. times: by size in bytes.
-
-    Raises ValueError if `size` is outside of the measured sizes, or if the two sizes differ by more
-    than a factor of MAX_SIZE_RATIO: libraries switch between protocols and algorithms, and the time
-    is not linear over such a range.
+    Raises ValueError outside of the measured sizes, or if the two differ by more than a factor of
+    MAX_SIZE_RATIO: libraries switch between protocols, and such a time is not linear.
     """
     if size in times:
         return times[int(size)]

@@ -119,11 +119,9 @@ class Report:
 
     def start(self, resume: bool = False) -> str | None:
         """Write the first line, or resume the report. Otherwise move an existing one to PATH.bak,
-        PATH.bak.1, ..., and return that path.
-
-        Raises ValueError if the file is not a report, is being written, or does not belong to this
-        run; OSError if it cannot be written, and an existing report is left in place.
-        """
+        PATH.bak.1, ..., and return that path. Raises ValueError if the file is not a report, is
+        being written, or does not belong to this run; OSError if it cannot be written, and then an
+        existing report stays in place."""
         if not self.path:
             return None
         path, backup = os.path.realpath(self.path), None  # a symbolic link stays a link
@@ -207,9 +205,8 @@ class Report:
         return next((c for c in self.cases if c.key == key and not c.failed), None)
 
     def append(self, line: dict[str, Any], left: str) -> None:
-        """Write a line and sync it to disk. Readers skip a line that was cut short. Raises OSError,
-        e.g. if the disk is full. left: the state of the report without the line, for its message.
-        """
+        """Write a line and sync it to disk. Readers skip a line that was cut short. Raises OSError.
+        left: the state of the report without the line, for its message."""
         if not self.path:
             return
         file = self.files[-1]
@@ -298,12 +295,9 @@ def load(
     parse: Callable[[str], Any] = json.loads,
     lines: Iterable[bytes] | None = None,
 ) -> Report:
-    """Read the report at `path`. A later case replaces an earlier one with the same key. A last
-    line without a newline is ignored, because a crash cut it short.
-
-    each: called with every case as soon as it is read, e.g. to drop samples that are not needed.
-    lines: those of the file, if it is open. Raises ValueError with the file and the line.
-    """
+    """Read the report at `path`. A later case replaces an earlier one with the same key, and a last
+    line without a newline, which a crash cut short, is ignored. each: called with every case as
+    soon as it is read. lines: of an open file. Raises ValueError with the file and the line."""
     report: Report | None = None
     cases: dict[str, Case] = {}  # by key, as text
     number, measured_at = 0, ""

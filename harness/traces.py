@@ -84,13 +84,11 @@ def outermost(ranges: Iterable[Range]) -> list[Range]:
 
 
 def find_steps(ranges: Iterable[Range], work: Sequence[float]) -> tuple[list[Range], Range | None]:
-    """Return the steps in order, and the last one if it is incomplete.
+    """Return the steps in order, and the last one if it is incomplete: the trace has lost its work.
 
-    Steps are the ranges of the profiler, or, without these, those named `step`. A range within
-    another one is a part of that step. If ranges of several threads overlap, the thread with the
-    longest ranges counts. The last step is incomplete if the end of the trace has lost its work.
-
-    work: times, sorted, at which the host started kernels or operators.
+    Steps are the ranges of the profiler, or, without these, those named `step`, but not ranges
+    within another one. If ranges of several threads overlap, the thread with the longest ranges
+    counts. work: times, sorted, at which the host started kernels or operators.
     """
     every = set(ranges)
     marks = [one for one in every if one.name.startswith(MARK)] or list(every)

@@ -59,7 +59,7 @@ def launch_bound(case: Case) -> float | None:
 
 def modes(samples: ArrayLike) -> list[tuple[float, float]]:
     """Return the fast and the slow mode of times [n] in seconds, each as the median of its samples
-    and their share of all samples. Return [] if there is a single mode.
+    and their share of all samples; [] if there is a single mode.
 
     The logarithms are split where the variance between the two sides is largest (Otsu 1979, IEEE
     Trans. SMC 9:62), with at least a tenth of the samples on each side. The sides are modes if
@@ -105,10 +105,8 @@ def two_modes(case: Case) -> list[str]:
 
 
 def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes: list[int]) -> str:
-    """Name the first node with more ranks than cores; "" if there is none.
-
-    rows: of the ranks. loads: of the nodes. nodes: the node of each rank.
-    """
+    """Name the first node with more ranks than cores; "" if there is none. rows, nodes: of the
+    ranks. loads: of the nodes."""
     for node, load in enumerate(loads):
         ranks = nodes.count(node)
         if ranks > load.cores:

@@ -232,12 +232,9 @@ class Watchdog(Observer):
 
     def _end_on_signals(self) -> None:
         """End in order on Ctrl-C, SIGTERM and SIGHUP, even while the main thread waits in C code:
-        another thread reads the wakeup pipe, which receives a byte for each signal.
-
-        Of simultaneous signals the lowest number counts: torchrun sends its ranks SIGINT and
-        SIGTERM within a millisecond of a second Ctrl-C, and the kernel may run SIGTERM's handler
-        first.
-        """
+        another thread reads the wakeup pipe, which receives a byte for each signal. Of simultaneous
+        signals the lowest number counts: torchrun sends SIGINT and SIGTERM within a millisecond of
+        a second Ctrl-C, and the kernel may run SIGTERM's handler first."""
         read, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
