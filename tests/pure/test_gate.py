@@ -22,11 +22,12 @@ from tests.process import ROOT, free_port
 from tests.pure.reports import SIGNALS, case, write
 
 PAGE = (ROOT / "docs" / "ci.md").read_text()
+SCRIPT = ROOT / "analysis" / "bisect.sh"
 # The 5th of 6 commits is slow. The 3rd has no verdict; git tries it first, and skips it.
 BISECT = """
 git init -q . && git config user.name x && git config user.email x@example.org
 for number in 1 2 3 4 5 6; do echo $number >number; git add . && git commit -qm $number; done
-git bisect start HEAD HEAD~5 && git bisect run bash ../bisect.sh && git bisect log
+git bisect start HEAD HEAD~5 && git bisect run bash "$SCRIPT" && git bisect log
 """
 AB = """
 printf "%s\\n" "$@" >"$OUT"
@@ -71,11 +72,11 @@ def bash(folder: Path, script: str, cwd: Path, **variables: str) -> tuple[int, s
 def test_git_bisect_finds_the_slow_commit(tmp_path: Path, third_status: str, third: str) -> None:
     repository = tmp_path / "a repository"
     repository.mkdir()
-    (tmp_path / "bisect.sh").write_text(block("#!/usr/bin/env bash"))
     program(tmp_path, "measure", "")
     program(tmp_path, "python", AB)
     out = tmp_path / "words"
-    variables = {"MEASURE": "measure -b 8", "TOOLS": "/t", "GOOD": "a good one", "OUT": str(out)}
+    variables = {"MEASURE": "measure -b 8", "GOOD": "a good one", "OUT": str(out)}
+    variables["SCRIPT"] = str(SCRIPT)
     variables |= {"THIRD_STATUS": third_status, "THIRD": third}
     status, printed = bash(tmp_path, BISECT, repository, **variables)
     assert status == 0, printed
@@ -84,26 +85,28 @@ def test_git_bisect_finds_the_slow_commit(tmp_path: Path, third_status: str, thi
     parser = Parser(None)
     add_flags(parser)
     args = parser.parse_args(flags)
-    assert (script, args.runs, args.fail_on) == ("/t/analysis/ab.py", 6, ["slower"])
+    assert (script, args.runs) == (str(SCRIPT.parent / "ab.py"), 6)
+    assert args.fail_on == ["slower"]
     assert (args.a, args.b) == ("env -C 'a good one' measure -b 8", ["measure -b 8"])
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 255), (130, 255), (0, 0)])
 def test_incorrect_usage_ends_the_bisection(tmp_path: Path, status: int, expected: int) -> None:
-    script = block("#!/usr/bin/env bash")
     program(tmp_path, "measure", "")
     program(tmp_path, "python", f"exit {status}")
     program(tmp_path, "git", "echo abc")
-    variables = {"MEASURE": "measure", "TOOLS": "/t", "GOOD": "/g", "OUT": str(tmp_path / "out")}
-    assert bash(tmp_path, f"set +e\n{script}", tmp_path, **variables) == (expected, "")
+    variables = {"MEASURE": "measure", "GOOD": "/g", "OUT": str(tmp_path / "out")}
+    assert bash(tmp_path, f"bash {shlex.quote(str(SCRIPT))}", tmp_path, **variables) == (
+        expected,
+        "",
+    )
 
 
 @pytest.mark.smoke
 def test_a_training_loop_can_write_a_report(tmp_path: Path) -> None:
-    """The program of the page, as it is, on two ranks."""
-    (text,) = re.findall(r"^```python\n(import argparse\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    (tmp_path / "train.py").write_text(text)
-    shutil.copy(ROOT / "harness" / "cpu_load.py", tmp_path)
+    """docs/ci/train.py, as it is, on two ranks."""
+    for path in ("docs/ci/train.py", "harness/cpu_load.py"):
+        shutil.copy(ROOT / path, tmp_path)
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "train.py", "--json", "report.jsonl", "--lr", "0.1"]
     ranks = [
@@ -166,9 +169,7 @@ EXPRESSIONS = {  # stand-ins for what GitHub evaluates
 
 
 def workflow() -> Any:
-    """The workflow of the page."""
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return yaml.safe_load(text)
+    return yaml.safe_load((ROOT / "docs" / "ci" / "speed.yml").read_text())
 
 
 def evaluated(text: str) -> str:
