@@ -23,7 +23,11 @@
               already used more than 1 GiB of a GPU's memory when the run started
     +-%       distance from the median sample to the farther end of its 95% interval, for the least
               steady step of a rank
-    busbw     2(n-1)/n * bytes / time
+    rates     TFLOP/s = 2 n^3 / sustained, n = 8192 (CPU: 512)
+              copy = 2 * bytes / sustained, 512 MiB (CPU: 16 MiB)
+              all_reduce = 2(n-1)/n * bytes / sustained, the busbw of nccl-tests
+              link = 2 * bytes / mean of the slowest block, in both directions together
+    node      the median of the times of its ranks alone (of an even number, the lower middle one)
 
 There is no verdict on slowness while other processes use more than a tenth of the cores, or if the
 two halves of a measurement differ by more than --margin in both measurements. A slowdown by more
