@@ -32,7 +32,7 @@ from common.timing import StopRule, TimedLoop, Workload
 from harness import cli, contents, environment, exits
 from harness.cpu_load import BUSY, Others
 from harness.environment import others_text
-from harness.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
+from harness.report import DISK_FAILED, OTHER_FILE, UNCHECKED, Case, Report, load, not_json
 
 NO_TIMEOUT = timedelta(days=30)  # where hang detection ends hangs
 TORCH_WAITS = 4  # torch's own timeout beside a shorter one, as a multiple of --timeout
@@ -72,6 +72,7 @@ class RankResult(NamedTuple):
     times: Times
     facts: Any  # returned by Workload.facts
     seen: list[Any]  # returned by Observer.after, for each observer
+    late: Mapping[str, str] = {}  # hashes of the modules imported since the report was opened
 
 
 class Observer:
@@ -192,6 +193,7 @@ class Benchmark:
         self.names: dict[str, list[str]] = {}  # title of a table -> names of its planned cases
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.measured: list[Key] = []
+        self.modules: dict[str, str] = {}  # hashes of those imported when the report was opened
         self.done: list[Key] = []  # cases of a resumed report that need not be measured again
         # the network of each rank, e.g. `IB (8 devices)`, on rank 0; set by an observer
         self.networks: list[str] = []
@@ -252,7 +254,7 @@ class Benchmark:
     def open_report(self) -> None:
         """Start or resume the report. All ranks call it once all modules of the models are
         imported, since the first line has their contents."""
-        loaded = self.report.environment["contents"] = contents.loaded()
+        loaded = self.modules = self.report.environment["contents"] = contents.loaded()
         environment.refuse_differences(self.job, self.report.environment, loaded, self.tested)
         self.replaced = self.prepare("--json", self.start_report)
         self.is_report_open = True
@@ -383,7 +385,7 @@ class Benchmark:
         reason, unwritten = self.job.broadcast(written)
         self.release(ranks, parts, failed=reason is not None)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
-            self.refuse(unwritten, 1)
+            self.refuse(*unwritten)
         return self.show(case, lines) if results else None
 
     def attempt(
@@ -450,7 +452,7 @@ class Benchmark:
             self.phase("checking results")
         facts = work.facts()
         seen = [observer.after(key, work, times, group) for observer in self.observers]
-        return RankResult(times, facts, seen)
+        return RankResult(times, facts, seen, contents.loaded(self.modules))
 
     def before_block(self, phase: str) -> None:
         self.turn()
@@ -458,13 +460,20 @@ class Benchmark:
 
     def write(
         self, case: Case, derive: Derive, results: list[RankResult], lines: list[str]
-    ) -> tuple[str | None, str | None]:
+    ) -> tuple[str | None, tuple[str, int] | None]:
         """Complete a case and write it to the report, on rank 0. Appends the lines of observers.
-        Returns the reason if the case failed, and the reason if it could not be written."""
+        Returns the reason if the case failed; if it could not be written, why, and the status."""
         reason, failed_rank = self.first_failure()
+        late: dict[str, str] = {}
         if reason is None:
             try:
                 of_ranks = [results[rank] for rank in case.ranks]
+                for rank, result in zip(case.ranks, of_ranks, strict=True):
+                    if other := contents.differing(late, result.late):
+                        raise ValueError(
+                            f"{cli.cut(other)} of rank {rank} differs from rank {case.ranks[0]}'s"
+                        )
+                    late |= result.late
                 self.complete(case, derive, of_ranks)
                 for number, observer in enumerate(self.observers):
                     seen = [result.seen[number] for result in of_ranks]
@@ -479,9 +488,11 @@ class Benchmark:
         if self.report.path:
             self.phase(f"writing {self.report.path}", ahead=0)
         try:
-            self.report.add(case)
+            self.report.add(case, late)
         except OSError as error:
-            return reason, f"--json {self.args.json}: {error.strerror}"
+            return reason, (f"--json {self.args.json}: {error.strerror}", 1)
+        except ValueError as error:
+            return reason, (f"--json {error}", 2)
         return reason, None
 
     def complete(self, case: Case, derive: Derive, results: list[RankResult]) -> None:
@@ -634,10 +645,12 @@ class Benchmark:
         if answers:
             self.print("\n" + "\n".join(folded(sentence, self.max_width) for sentence in answers))
             self.last_line["answer"] = answers
-        self.last_line |= self.report.contents_at_end(contents.loaded())
-        if changed := self.last_line.get("changed"):
-            line = f"{cli.cut(changed)} changed during the run; --resume will refuse the report"
+        loaded = contents.loaded()
+        if changed := contents.differing(self.report.contents, loaded):
+            self.last_line["changed"] = changed
+            line = f"{cli.cut(changed)} {OTHER_FILE}; --resume will refuse the report"
             self.print(folded(f"warning: {line}", self.max_width))
+        self.last_line |= self.report.new_contents(loaded)
         status, reason = self.failure or (0, "")
         cases = self.report.cases
         if failed := [case for case in cases if case.failed]:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 DIGITS = 12  # hexadecimal digits of a hash: 48 bits
@@ -17,14 +17,16 @@ VERSIONED = ("torch", "torchvision")  # the environment has their versions
 INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, including Spack's
 
 
-def loaded() -> dict[str, str]:
+def loaded(known: Collection[str] = ()) -> dict[str, str]:
     """Return the hash of the source of each local module in sys.modules, by name (the main script:
-    of its file). VERSIONED modules, the standard library and installed packages are not local,
-    unless they are editable installations."""
+    of its file), but for the known names. VERSIONED modules, the standard library and installed
+    packages are not local, unless they are editable installations."""
     found = {}
     for name, module in [*sys.modules.items()]:
         package = name.partition(".")[0]
         if package in VERSIONED or name == "__mp_main__":  # the main script's other name
+            continue
+        if name in known:
             continue
         places = [file_of(sys.modules.get(package)), path := file_of(module)]
         if path and not any(map(is_installed, filter(None, places))):

@@ -46,6 +46,7 @@ FAMILIES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("MALLOC_", "TCMALLOC_", "GLIBC_TUNABLES"),
 )
+OTHER_FILE = "is not, or no longer, the file that earlier rows were measured with"
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of the disk, not of use
 # In the names of variables with secrets; TOKENIZERS_PARALLELISM has none
 SECRET = re.compile("TOK(?!ENIZ)|KEY|SECRET|PASS|PWD|AUTH|BEARER|CRED")
@@ -114,6 +115,8 @@ class Report:
     # has none.
     ends: dict[str, dict[str, Any]] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
+    late: dict[str, str] = field(default_factory=dict)  # `contents` that the first line lacks
+    own: dict[str, str] = field(default_factory=dict)  # `contents` of this run
     first_hosts: list[str] | None = None  # of the first line, if this run resumed the report
     files: list[IO[bytes]] = field(default_factory=list)  # open files; the last one is written to
 
@@ -153,45 +156,47 @@ class Report:
     def resume_from(self, old: "Report") -> None:
         """Continue a report. Raises ValueError if the runs do not belong together."""
         if changed := old.end.get("changed"):
-            raise ValueError(
-                f"{self.path}: {shown(changed)} changed while it was measured; give another path"
-            )
+            raise ValueError(f"{self.path}: {shown(changed)} {OTHER_FILE}; give another path")
         if mismatch := why_incomparable(old, self):
             raise ValueError(
                 f"{self.path} has {mismatch}: the results are not comparable; give another path"
             )
         self.cases, self.first_hosts = old.cases, old.environment.get("hosts") or []
-        known = self.contents | old.contents
+        self.own, self.late = self.contents, old.late
         self.environment["contents"] = old.environment.get("contents") or {}
-        self.end = self.contents_at_end(known)
         content = Path(self.path or "").read_bytes()
         self.files[-1].truncate(content.rfind(b"\n") + 1)  # drop a line that a crash cut short
 
     @property
     def contents(self) -> dict[str, str]:
         """The hashes of the modules that the report's runs have imported, by name."""
-        later = self.end.get("contents") or {}  # imported after the first line was written
-        return {**later, **(self.environment.get("contents") or {})}
+        return {**self.late, **(self.environment.get("contents") or {})}
 
-    def contents_at_end(self, now: Mapping[str, str]) -> dict[str, Any]:
-        """Return entries of the last line: `contents`, modules that the first line lacks, and
-        `changed`, modules whose files have changed. now: hashes of the modules loaded now."""
-        first = self.environment.get("contents") or {}
-        late = {n: digest for n, digest in {**now, **self.contents}.items() if n not in first}
-        entries = {"contents": late, "changed": differing(self.contents, now)}
-        return {name: entry for name, entry in entries.items() if entry}
+    def new_contents(self, now: Mapping[str, str]) -> dict[str, Any]:
+        """Return the entry `contents` of a line: the modules, of those that are loaded now, that no
+        earlier line has. {} without any."""
+        new = {name: digest for name, digest in now.items() if name not in self.contents}
+        self.late |= new
+        return {"contents": new} if new else {}
 
     def is_earlier(self, case: Case) -> bool:
         """Return whether a case was measured before this run resumed the report."""
         return bool(case.measured_at) and case.measured_at != self.started_at
 
-    def add(self, case: Case) -> None:
-        """Append a case. It replaces an earlier case with the same key. Raises OSError."""
+    def add(self, case: Case, imported: Mapping[str, str] | None = None) -> None:
+        """Append a case. It replaces an earlier case with the same key. imported: hashes of the
+        modules that this run has imported since `start`. Raises OSError, and ValueError if they are
+        not the files that an earlier run imported."""
+        now = {**self.own, **(imported or {})}
+        if other := [name for name in differing(self.contents, now) if name not in self.own]:
+            raise ValueError(f"{self.path}: {cut(other)} {OTHER_FILE}; give another path")
+        self.own |= now
         case.measured_at, case.hosts = self.started_at, self.environment.get("hosts") or []
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
         line = dict(vars(case))  # not asdict, which would copy every sample
         if self.first_hosts in (None, case.hosts):
             del line["hosts"]
+        line |= self.new_contents(now)
         self.append(line, "the cases before this one are intact")
 
     def finish(self, status: str, **end: Any) -> None:
@@ -322,9 +327,11 @@ def load(
                     report.ends.setdefault(measured_at or report.started_at, {**content})
                     report.status = content.pop("status")
                     report.finished_at = content.pop("finished_at", None)
+                    report.late |= content.pop("contents", {})
                     report.end = content
                 else:
                     report.status = "interrupted"  # until a last line follows
+                    report.late |= content.pop("contents", {})
                     case = Case(**content)
                     case.measured_at = measured_at = case.measured_at or report.started_at
                     case.hosts = case.hosts or report.environment.get("hosts") or []

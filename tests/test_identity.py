@@ -26,6 +26,23 @@ def tiny(device):
 """
 
 
+LATE = """
+import torch
+
+calls = 0
+
+def loss(y):
+    global calls
+    calls += 1
+    if calls > 3:  # not in the trial
+        import late
+    return y.mean()
+
+def tiny(device):
+    return torch.nn.Linear(4, 1), torch.ones(3, 4), loss
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of collectives.py, with links to the harness."""
@@ -62,6 +79,30 @@ def test_a_report_of_an_edited_model_is_not_resumed(
     (tmp_path / "layers.py").write_text("WIDTH = 4\n")
     run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1)
     assert run.status == 0, run.err
+
+
+def test_a_module_that_a_later_step_imports_is_compared(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is killed after its first case, and the module is edited. The next run imports it
+    later than its start, too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(LATE)
+    (tmp_path / "late.py").write_text("X = 1\n")
+    flags = ("--model", "mine:tiny", "--iters", "3", "--no-breakdown", "--device", "cpu")
+    run = bench("benchmarks/ddp_sweep.py", *flags, ranks=1)
+    assert run.status == 0, run.err
+    first, case, *_ = run.path.read_bytes().splitlines(keepends=True)
+    run.path.write_bytes(first + case)
+    (tmp_path / "late.py").write_text("X = 2\n")
+    run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1)
+    assert run.status != 0
+    assert "late is not, or no longer, the file that earlier rows were measured with" in run.reason
+    assert run.path.read_bytes() == first + case
+    (tmp_path / "late.py").write_text("X = 1\n")
+    run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1)
+    assert run.status == 0, run.err
+    assert [case.name for case in run.report.cases] == ["no ddp", "1M/1R"]
 
 
 def test_a_resumed_run_marks_the_earlier_rows(bench: Callable[..., Any]) -> None:

@@ -220,27 +220,53 @@ def test_the_load_belongs_to_the_run_that_measured(path: Path) -> None:
     assert loaded.end == {"answer": ["it measured nothing"]}
 
 
-def test_modules_that_are_imported_or_edited_during_a_run(path: Path) -> None:
-    """A module that was imported late is compared later, too. A file that changed during the run
-    ends the report."""
-    first = report_at(path, 1, contents={"x.py": "1"})
-    assert first.contents_at_end({"x.py": "1"}) == {}
-    end = first.contents_at_end({"x.py": "1", "late": "2"})
-    assert end == {"contents": {"late": "2"}}
-    first.finish("complete", **end)
-    first.files[-1].close()
+def add_to(report: Report, n: int, **imported: str) -> None:
+    report.add(Case(key={"n": n}, ranks=[0]), imported)
+
+
+def test_modules_of_each_case_are_compared(path: Path) -> None:
+    """Also if the run was killed before its last line, and the module is imported by a later case
+    of the resumed run, or is imported by that run at its start."""
+    first = report_at(path, 0, contents={"x.py": "1"})
+    add_to(first, 1)
+    add_to(first, 2, late="2")
+    add_to(first, 3, late="9", later="3")  # late was edited after it was imported
+    first.files[-1].close()  # killed
+    lines = [json.loads(line).get("contents") for line in path.read_text().splitlines()]
+    assert lines == [None, None, {"late": "2"}, {"later": "3"}]
+    assert load(str(path)).contents == {"x.py": "1", "late": "2", "later": "3"}
     with pytest.raises(ValueError, match="has other contents of late: the results"):
         begin(path, contents={"x.py": "1", "late": "3"}).start(resume=True)
-    second = begin(path, contents={"more": "1"})
+
+    second = begin(path, contents={"x.py": "1", "at_start": "4"})
     second.start(resume=True)
-    end = second.contents_at_end({"more": "1", "late": "3", "x.py": "0"})
-    assert end == {"contents": {"late": "2", "more": "1"}, "changed": ["late", "x.py"]}
-    second.finish("complete", **end)
+    add_to(second, 4)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"{path}: later is not, or no longer, the file that earl"):
+        add_to(second, 5, late="2", later="0")
+    assert path.read_bytes() == before
+    add_to(second, 5, late="2")
+    add_to(second, 6, late="9")  # edited after this run has imported it
     second.files[-1].close()
-    with pytest.raises(
-        ValueError, match=r"late, x\.py changed while it was measured; give another"
-    ):
-        begin(path).start(resume=True)
+    with pytest.raises(ValueError, match="has other contents of at_start: the results"):
+        begin(path, contents={"x.py": "1", "at_start": "5"}).start(resume=True)
+    begin(path, contents={"x.py": "1", "at_start": "4", "late": "2"}).start(resume=True)
+
+
+def test_modules_of_the_last_line(path: Path) -> None:
+    """A file that changed during the run ends the report."""
+    first = report_at(path, 1, contents={"x.py": "1"})
+    assert first.new_contents({"x.py": "1"}) == {}
+    first.finish("complete", **first.new_contents({"x.py": "1", "late": "2"}))
+    first.files[-1].close()
+    with pytest.raises(ValueError, match="has other contents of late: the results"):
+        begin(path, contents={"late": "3"}).start(resume=True)
+    second = begin(path, contents={})
+    second.start(resume=True)
+    second.finish("complete", changed=["late", "x.py"])
+    second.files[-1].close()
+    with pytest.raises(ValueError, match=r"late, x\.py is not, or no longer, the file .*; give"):
+        begin(path, contents={}).start(resume=True)
 
 
 def test_a_disk_that_is_full_at_the_first_line(path: Path) -> None:
