@@ -416,18 +416,41 @@ def create(name: str, size: int, count: int, device: torch.device) -> Task:
         return Task(Decoder(DECODERS[name]), batches)
 
 
-def reference_of(task: Task, dtype: str, ranks: int) -> Reference | str:
-    """The same steps in one eager process on the batches of all ranks, or why there is no
-    reference."""
-    batches = task.batches
+def reference_of(task: Task, key: Key, rank: int, group: Group) -> Reference | str:
+    """The same eager steps without DDP or FSDP, or why there is no reference: in one process on the
+    batches of all ranks; if the model communicates, on all ranks, which average their gradients."""
+    ranks, batches = len(group.ranks), task.batches
     weights = [len(range(batch, ranks, BATCHES)) / ranks for batch in range(len(batches))]
-    loss = partial(loss_of, bf16=dtype == "bf16")
+    if "communicates" in key:
+        found: list[Any] = [None] * ranks
+        mine = train_reference(task, [batches[rank % BATCHES]], [1.0], key["dtype"], group)
+        dist.all_gather_object(found, mine, group=group.control)
+        return next((why for why in found if isinstance(why, str)), mine)
+    alone: Reference | str | None = None
     try:
-        alone = copy.deepcopy(task.model)
-        once = float(loss(alone, batches[0]).detach())
-        reference = train_alone(alone, batches, loss, weights, task.optimize)
+        if rank == 0:
+            alone = train_reference(task, batches, weights, key["dtype"])
     except RuntimeError as error:  # an error that all ranks share fails the case later
-        return f"the reference, in one process, fails: {exits.describe(error)}"
+        alone = f"the reference, in one process, fails: {exits.describe(error)}"
+    reference: Reference | str = group.broadcast(alone)
+    return reference
+
+
+def train_reference(
+    task: Task, batches: list[Batch], weights: list[float], dtype: str, group: Group | None = None
+) -> Reference | str:
+    """The reference, or why there is none. group: of the ranks that average; None if alone."""
+    loss = partial(loss_of, bf16=dtype == "bf16")
+
+    def average(tensor: Tensor) -> None:
+        if group:
+            mean = tensor.detach().cpu() / len(group.ranks)
+            dist.all_reduce(mean, group=group.control)
+            tensor.detach().copy_(mean)
+
+    model = copy.deepcopy(task.model)
+    once = float(loss(model, batches[0]).detach())
+    reference = train_alone(model, batches, loss, weights, task.optimize, average)
     if abs(reference.losses[0][0] - once) > TOLERANCES[dtype] / 100 * abs(once):
         return "the model draws random numbers, such as those of dropout"
     return reference
@@ -479,7 +502,7 @@ def check(key: Key, rank: int, losses: list[float], wanted: Reference | str, gra
         return verdict(f"{key['compiler']} compiled nothing: dynamo captured no graph of the model")
     if isinstance(wanted, str):
         return f"skipped: {wanted}"
-    want = [losses_of_step[rank % BATCHES] for losses_of_step in wanted.losses]
+    want = [losses_of_step[rank % len(losses_of_step)] for losses_of_step in wanted.losses]
     what = f"the loss of rank {rank}"
     return verdict(compare_training(what, losses, want, TOLERANCES[key["dtype"]]))
 
@@ -565,8 +588,7 @@ def build(bench: Benchmark, start_s: dict[str, float], key: Key, group: Group) -
     set_precision(key["dtype"])
     memory = start_peak(device)
     task = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
-    alone = reference_of(task, key["dtype"], ranks) if bench.job.rank == 0 else None
-    wanted: Reference | str = group.broadcast(alone)
+    wanted = reference_of(task, key, bench.job.rank, group)
     mesh = dist.DeviceMesh.from_group(group.workload, device.type)
     forget_groups(mesh)  # otherwise caches would keep the group open when a later case aborts it
     settings = settings_of(key)
@@ -817,8 +839,13 @@ def plan(args: Namespace, job: Job, own: dict[str, Trial]) -> dict[str, list[Pla
     for model, dtype in itertools.product(args.models, args.dtype):
         size = own[model].samples if model in own else args.batch_size
         shared: Key = {"model": model, "dtype": dtype, "batch_size": size}
+        together = model in own and own[model].communicates
+        if together:
+            shared["communicates"] = True
         cases: list[Planned] = []
         for setting in settings:
+            if together and setting.strategy == "none":
+                continue
             ranks = 1 if setting.strategy == "none" else job.world_size
             cases.append(Planned(setting.label, ranks, key_of_setting(shared | flags, setting)))
         if args.interleave:
@@ -863,8 +890,10 @@ def main() -> int:
     with Benchmark("compile_sweep", args) as bench:
         job, start_s = bench.job, {}
         bench.around_case = partial(around_case, bench)
+        bench.communicates = lambda key: "communicates" in key
         # equal models and batches on all ranks, as in `create`
-        own = try_on_all(bench, args.models, 0, layers_of=layers_of)
+        most = 1 if args.strategies == ["none"] else job.world_size
+        own = try_on_all(bench, args.models, 0, most, "cases of `none`", layers_of=layers_of)
         tables = plan(args, job, own)
         bench.announce(tables)
         for backend in args.backends:

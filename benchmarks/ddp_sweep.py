@@ -65,9 +65,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
+from benchmarks.workloads.check import NOT_FINITE, compare_replicas, digest_of, verdict
 from benchmarks.workloads.memory import peak, start_peak
 from benchmarks.workloads.own_model import (
+    Trial,
     check_hook,
     is_own,
     make_hook,
@@ -504,10 +505,11 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     if isinstance(model, DistributedDataParallel) and key["breakdown"]:
         # buckets and hooks do not affect a step without averaging, so one replica is sufficient
         parts["local compute"] = first.make_step(model, first.batch, average=False)
-        if key["ranks"] > 1:
-            # see average_alone; a hook of the user's may need more of a bucket than its buffer
-            if not others and settings[0].hook in HOOKS and settings[0].hook != "powersgd":
-                parts["alone"] = average_alone(model, settings[0].hook)
+        # see average_alone; a hook of the user's may need more of a bucket than its buffer
+        can_be_alone = settings[0].hook in HOOKS and settings[0].hook != "powersgd"
+        if key["ranks"] > 1 and not others and can_be_alone:
+            parts["alone"] = average_alone(model, settings[0].hook)
+        if key["ranks"] > 1 and not communicates(key):
             one_rank: Replica | None = None
             size = key["global_batch"] or key["batch_size"]
             if dist.get_rank(group.workload) == 0:
@@ -530,6 +532,11 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     )
 
 
+def communicates(key: Key) -> bool:
+    """Whether the model of a case communicates in its forward pass, loss or backward pass."""
+    return bool(key.get("communicates"))
+
+
 class Facts(NamedTuple):
     """The state of a rank after the timing of a case."""
 
@@ -545,10 +552,19 @@ def facts_of(replicas: Sequence[Replica], memory: dict[str, float], group: Group
     first, *others = replicas
     # one more step, because the last timed step may not have averaged its gradients
     wrong = compare_with_mean(first, group)
-    gradients = (p.grad for p in first.model.parameters() if p.grad is not None)
+    parameters = [*averaged(first.model).values()]
+    gradients = (p.grad for p in parameters if p.grad is not None)
     of_others = tuple(facts_of([replica], memory, group) for replica in others)
-    hashed = digest(first.model), digest_of(gradients)
+    hashed = digest_of(parameters), digest_of(gradients)
     return Facts(*hashed, memory, first.tokens, of_others, wrong)
+
+
+def averaged(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that DDP keeps equal on all ranks, by name: not those that a model makes it
+    ignore, such as experts that differ between ranks."""
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    ignored = getattr(model, "parameters_to_ignore", ())  # of DDP
+    return {name: parameter for name, parameter in named.items() if name not in ignored}
 
 
 def compare_with_mean(replica: Replica, group: Group) -> str | None:
@@ -560,12 +576,12 @@ def compare_with_mean(replica: Replica, group: Group) -> str | None:
     difference, or None.
     """
     setting, named = replica.setting, dict[str, nn.Parameter]()
-    for name, parameter in replica.model.named_parameters():
+    for name, parameter in averaged(replica.model).items():
         exact = setting and (
             setting.hook in EXACT or (setting.hook in HOOKS and parameter.dim() < 2)
         )
         if parameter.requires_grad and exact:
-            named[name.removeprefix("module.")] = parameter
+            named[name] = parameter
     local = {name: torch.zeros_like(sample(p)) for name, p in named.items()}
 
     def add(name: str, gradient: Tensor) -> None:  # before DDP averages it
@@ -627,7 +643,10 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     tokens = sum(fact.tokens for fact in facts)
     metrics |= step_metrics(case, times, tokens)
     if "local compute" in times:
-        metrics |= breakdown(times, "local compute", "alone" if "alone" in times else None)
+        parts = breakdown(times, "local compute", "alone" if "alone" in times else None)
+        # if the model communicates, ranks wait for each other within local compute
+        left_out = OF_RANKS if communicates(case.key) else ()
+        metrics |= {name: value for name, value in parts.items() if name not in left_out}
     if "no ddp" in times:
         metrics["no_ddp_s"] = times.mean("no ddp")
     for setting in settings[1:]:
@@ -734,8 +753,9 @@ RATES: Columns = {
     **percentile_columns("step", "sec/iter", "ex/sec/dev", samples_of_rank),
     "per\nsample\n(ms)": metric("sample_s", 1e3),
 }
-# metrics that --interleave measures once for all settings
-SHARED = (*("local_compute_s", "no_ddp_s", "late_s", "late_ranks", "late_wait_s"),)
+# metrics that compare ranks, and those that --interleave measures once for all settings
+OF_RANKS = ("late_s", "late_ranks", "late_wait_s")
+SHARED = ("local_compute_s", "no_ddp_s", *OF_RANKS)
 
 
 def columns_of(args: argparse.Namespace) -> Columns:
@@ -919,21 +939,26 @@ def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace,
 
 
 def plan(
-    args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, int | None]
+    args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, Trial]
 ) -> dict[str, list[Planned]]:
-    """The cases by the title of their table; each model and dtype has a table. own: batch sizes of
-    your own models, by name."""
+    """The cases by the title of their table; each model and dtype has a table. own: the trials of
+    your own models, by name. Of those that communicate, cases of one rank are omitted."""
     tables, settings = {}, all_settings(args)
     fixed = {name: getattr(args, name) for name in ("global_batch", "accumulate", *DDP_OPTIONS)}
     for model, dtype in itertools.product(args.models, args.dtype):
         of_table = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
         of_table["image_size"] = None if is_own(model) else args.image_size
-        size = own.get(model, args.batch_size)
+        size = own[model].samples if model in own else args.batch_size
+        together = model in own and own[model].communicates
+        if together:
+            of_table["communicates"] = True
         no_ddp = {"ddp": False, "batch_size": size, "bucket_size_mb": None, "comm_hook": None}
         cases: list[Planned] = []
-        if not args.global_batch:
+        if not (args.global_batch or together):
             cases.append(Planned("no ddp", 1, of_table | no_ddp))
         for ranks in sizes:
+            if together and ranks == 1:
+                continue
             name = name_of(ranks, job.local_world_size, job.device)
             share_of_rank = args.global_batch // ranks if args.global_batch else size
             ddp = of_table | {"ddp": True, "batch_size": share_of_rank}
@@ -957,6 +982,7 @@ def main() -> int:
     with Benchmark("ddp_sweep", args) as bench:
         job = bench.job
         bench.around_case = partial(around_case, bench)
+        bench.communicates = communicates
         sizes = sizes_of(args.world_sizes, job.world_size, job.local_world_size)
         if problem := invalid_sizes(args, job.world_size, sizes):
             bench.refuse(problem)
@@ -964,8 +990,8 @@ def main() -> int:
             bench.prepare("--comm-hook", partial(check_hook, hook))
         # DDP trains a model with unused parameters under each of these options
         idle_allowed = args.find_unused_parameters or args.static_graph
-        trials = try_on_all(bench, args.models, job.rank, idle_allowed=idle_allowed)
-        own = {name: trial.samples for name, trial in trials.items()}
+        alone = "no ddp, 1M/1R and the efficiency"
+        own = try_on_all(bench, args.models, job.rank, sizes[-1], alone, idle_allowed=idle_allowed)
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
         columns, names = columns_of(args), rank_names(bench.report.environment)

@@ -24,7 +24,16 @@ import torch
 import torch.distributed as dist
 
 from common.errors import LostPeer, NotArrived, Refused
-from common.groups import Group, GroupCache, Subgroups, connect, local_rank, lost_peer
+from common.groups import (
+    Group,
+    GroupCache,
+    Subgroups,
+    align_group_names,
+    connect,
+    default_group,
+    local_rank,
+    lost_peer,
+)
 from common.join import join, world
 from common.stats import Times, iteration_times
 from common.table import Columns, Table, omitted, render
@@ -190,10 +199,13 @@ class Benchmark:
         # entered around the set-up, the timing and the check of each case; set by scripts
         self.around_case: Callable[[], contextlib.AbstractContextManager[Any]]
         self.around_case = contextlib.nullcontext
+        # whether a user's code in the case communicates; set by scripts that run such code
+        self.communicates: Callable[[Key], bool] | None = None
         self.names: dict[str, list[str]] = {}  # title of a table -> names of its planned cases
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.measured: list[Key] = []
         self.modules: dict[str, str] = {}  # hashes of those imported when the report was opened
+        self.attempts = 0  # number of cases and rehearsals so far
         self.done: list[Key] = []  # cases of a resumed report that need not be measured again
         # the network of each rank, e.g. `IB (8 devices)`, on rank 0; set by an observer
         self.networks: list[str] = []
@@ -377,32 +389,63 @@ class Benchmark:
         member = self.job.rank in ranks
         self.begin(name, member)
         self.phase("setup" if member else "outside the case")
-        result = self.attempt(key, build, ranks, parts, rule or self.rule)
+
+        def run(group: Group) -> RankResult:
+            own = default_group(group) if self.communicates else contextlib.nullcontext()
+            with own, self.around_case():
+                return self.time(key, build(key, group), group, rule or self.rule)
+
+        communicates = bool(self.communicates and self.communicates(key))
+        result = self.attempt(run, ranks, parts, communicates)
         if member:  # ranks outside the case are not behind
             self.phase("waiting for all ranks")
         results, lines = self.job.gather(result), list[str]()
         written = self.write(case, derive, results, lines) if results else None
         reason, unwritten = self.job.broadcast(written)
         self.release(ranks, parts, failed=reason is not None)
+        align_group_names(self.job)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(*unwritten)
         return self.show(case, lines) if results else None
 
+    def rehearse(self, label: str, run: Callable[[Group], object]) -> int | None:
+        """Run a function on all ranks in the groups of a case, with one for `default_group`. If it
+        raises on any rank, the others do not wait for that one. Returns the first rank on which it
+        raised, or None. All ranks call it."""
+        ranks = tuple(range(self.job.world_size))
+        self.begin(label)
+        self.phase("setup")
+        self.attempt(run, ranks, (ranks,), default=True)
+        self.phase("waiting for all ranks")
+        self.job.barrier()
+        _, failed_rank = self.job.broadcast(self.first_failure())
+        self.release(ranks, (ranks,), failed=failed_rank is not None)
+        align_group_names(self.job)
+        self.begin("start")
+        return failed_rank
+
     def attempt(
-        self, key: Key, build: Build, ranks: tuple[int, ...], subgroups: Subgroups, rule: StopRule
-    ) -> RankResult | None:
-        """Build and time a case on this rank. Returns None on ranks outside the case, and if the
-        case failed: then the store has the reason, and this rank has closed its groups."""
+        self,
+        run: Callable[[Group], T],
+        ranks: tuple[int, ...],
+        subgroups: Subgroups,
+        default: bool = False,
+    ) -> T | None:
+        """Run a case on this rank. Returns None on ranks outside the case, and if the case failed:
+        then the store has the reason, and this rank has closed its groups. default: see
+        `GroupCache.acquire`."""
+        self.attempts += 1
         result, error = None, ""
         try:
-            group = self.groups.acquire(ranks, subgroups)
+            group = self.groups.acquire(ranks, subgroups, default)
             if group:
                 for observer in self.observers:
                     observer.opened(group)
                 if group.start_up_s:  # it is new
                     group.start_up_s["first_collective"] = connect(group.workload, self.job)
-                with self.around_case():
-                    result = self.time(key, build(key, group), group, rule)
+                for made in group.extra:
+                    connect(made, self.job)
+                result = run(group)
         except LostPeer:
             raise
         # SystemExit and the like from a user's code, too. Ctrl-C never raises, because an observer
@@ -432,13 +475,13 @@ class Benchmark:
         first, from whose failure this one follows."""
         failure = json.dumps([reason, self.job.rank])
         with lost_peer():
-            self.job.store.compare_set(f"failed/{len(self.measured)}", "", failure)
+            self.job.store.compare_set(f"failed/{self.attempts}", "", failure)
         for observer in self.observers:
             observer.failed(reason)
 
     def first_failure(self) -> tuple[str | None, int | None]:
         """Return the reason why the case failed and the rank; (None, None) if it did not."""
-        key = f"failed/{len(self.measured)}"
+        key = f"failed/{self.attempts}"
         with lost_peer():
             failed = self.job.store.check([key])
             reason, rank = json.loads(self.job.store.get(key)) if failed else (None, None)

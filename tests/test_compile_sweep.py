@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -411,10 +412,18 @@ def test_the_title_shows_what_fsdp_wraps(
     assert title == f"a:b, batch size 6, fp32, {words}"
 
 
+FP32 = {"dtype": "fp32"}
+
+
+def first_of(ranks: int) -> Any:
+    """A group of this many ranks, on the first of them."""
+    return Mock(ranks=range(ranks), broadcast=lambda value: value)
+
+
 def test_one_process_alone() -> None:
     """The reference for the losses of a rank, or the reason why there is none."""
     made = compile_sweep.create("toy-small", 4, 8, CPU)
-    reference = compile_sweep.reference_of(made, "fp32", 10)
+    reference = compile_sweep.reference_of(made, FP32, 0, first_of(10))
     assert isinstance(reference, Reference)
     assert [len(row) for row in reference.losses] == [8] * 3  # ranks 8 and 9 use those of 0 and 1
     means = [sum(row) / 8 for row in reference.losses]
@@ -428,7 +437,7 @@ def test_one_process_alone() -> None:
     failed = compile_sweep.check(key, 9, losses, reference, 1)
     assert failed.startswith("failed: the loss of rank 9 in step 3 is ")
     made = compile_sweep.create("tests.own_models:noisy", 0, 2, CPU)
-    why = compile_sweep.reference_of(made, "fp32", 2)
+    why = compile_sweep.reference_of(made, FP32, 0, first_of(2))
     assert why == "the model draws random numbers, such as those of dropout"
 
 
@@ -437,7 +446,7 @@ def test_optimizer_and_units_of_a_users_model() -> None:
     4 weights for inputs of ones: each weight has a gradient of 3, so a step of SGD at lr 0.5
     reduces the loss by 0.5 * 3 * 3 * 4. Inner units come first."""
     made = compile_sweep.create("tests.own_models:everything", 0, 1, CPU)
-    reference = compile_sweep.reference_of(made, "fp32", 1)
+    reference = compile_sweep.reference_of(made, FP32, 0, first_of(1))
     assert isinstance(reference, Reference)
     first, second, _ = (row[0] for row in reference.losses)
     assert first - second == pytest.approx(0.5 * 3 * 3 * 4)

@@ -88,7 +88,7 @@ def leaves(device):
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        ("batch", "expected batches of the same size on all ranks, got 3 on rank 0 and 1000 on r"),
+        ("batch", "expected the same number of samples on all ranks, got 3 on rank 0 and 1000"),
         ("leaves", "differs:leaves: SystemExit: 0 (differs.py:11)"),
     ],
 )

@@ -22,16 +22,16 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +46,7 @@ from benchmarks.workloads.process_settings import (
     restored,
 )
 from common.errors import Refused
+from common.groups import Group, default_group
 from harness.benchmark import Benchmark
 from harness.cli import cut, suggest
 from harness.exits import describe, place_of
@@ -55,6 +56,8 @@ Optimize = Callable[[Any], torch.optim.Optimizer]
 FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "samples", "fsdp_units")
 TOKENS = "input_ids"  # name of the argument whose elements are tokens, as in transformers
 PLAIN = (bool, int, float, complex, str, bytes, type(None))  # types of arguments without tensors
+NAMESPACES = re.compile(r"\w*c10d\w*|_dtensor|symm_mem")  # of operators that communicate
+LOCAL_OPS = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")  # operators that do not
 # What the first call found, which holds for all later calls: settings of the process that the
 # import of a module changes, and the stated samples and the shapes of a batch, by --model.
 IMPORTED: dict[str, Settings] = {}
@@ -124,9 +127,9 @@ class Communication(TorchDispatchMode):
         self.ops: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().partition("::")[2]
-        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("_"):
-            self.ops.add(name.rstrip("_"))
+        name = func.name().partition("::")[2].strip("_")
+        if NAMESPACES.fullmatch(func.namespace) and name not in LOCAL_OPS:
+            self.ops.add(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -139,6 +142,9 @@ class Trial(NamedTuple):
     tokens: int = 0  # in a batch; 0 if unknown
     layers: int | None = None  # number of layers that FSDP shards by default; None if unknown
     shapes: list[list[int]] | None = None  # of all tensors; None if the model did not fit
+    communication: tuple[str, ...] = ()  # collectives, sends and receives of a step
+    fits: bool = True  # into GPU memory
+    communicates: bool = False  # on any of several ranks
 
 
 def is_own(name: str) -> bool:
@@ -367,11 +373,7 @@ def try_own(
                         optimizer = own.optimizer(own.model.parameters())
                         without_rate(optimizer)
                         optimizer.step()  # it may communicate
-            if communication.ops and dist.get_world_size() > 1:
-                raise Refused(
-                    f"{name}: its step communicates ({cut(sorted(communication.ops))}), and some "
-                    "cases run on a single rank; expected a step without communication"
-                )
+            trial = trial._replace(communication=tuple(sorted(communication.ops)))
             if not isinstance(value, Tensor) or value.numel() != 1:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise Refused(f"{name}: expected a loss that is a scalar, got {got}")
@@ -390,7 +392,7 @@ def try_own(
     except Refused:
         raise
     except torch.OutOfMemoryError:
-        pass
+        trial = trial._replace(fits=False)
     except Exception as error:
         cure = ""
         if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
@@ -415,27 +417,39 @@ def without_rate(optimizer: torch.optim.Optimizer) -> None:
             raise ValueError(f"expected an optimizer with a learning rate, got {kind} (lr {rate})")
 
 
-def try_on_all(bench: Benchmark, names: list[str], seed: int, **options: Any) -> dict[str, Trial]:
+def try_on_all(
+    bench: Benchmark, names: list[str], seed: int, ranks: int, alone: str, **options: Any
+) -> dict[str, Trial]:
     """Try the user-defined models among --models on every rank. All ranks call it.
 
     A model that any rank refuses, or whose batches differ between ranks, is removed from `names`:
     rank 0 prints the reason, and the run ends with status 2 after it has measured the others. If
-    none is left, the run ends. seed: of this rank, before each call of a function. options: further
-    arguments of `try_own`. Returns the combined trials by name. Rank 0 prints the settings that a
-    model has changed.
+    none is left, the run ends. seed: of this rank, before each call of a function. ranks: of the
+    largest case. alone: what is not measured if a model communicates. options: further arguments of
+    `try_own`. Returns the combined trials by name. Rank 0 prints the settings that a model has
+    changed.
     """
     found: dict[str, Trial] = {}
     problems: list[str] = []
     for name in list(dict.fromkeys(filter(is_own, names))):
-        attempt = partial(attempt_own, name, bench.job.device, seed, options)
-        results = bench.job.broadcast(bench.job.gather(bench.prepare("--model", attempt)))
-        refusals = [result for result in results if isinstance(result, str)]
-        problem = refusals[0] if refusals else uneven(name, results)
+        attempt = Attempt(name, bench.job.device, seed, options)
+        failed_rank = bench.rehearse(f"trial of {name}", attempt.run)
+        attempts = bench.job.broadcast(bench.job.gather((attempt.trial, attempt.refused)))
+        trials = [trial for trial, _ in attempts]
+        # reasons of other ranks may follow from that of the first one
+        refused = attempts[failed_rank][1] if failed_rank is not None else ""
+        problem = refused or uneven(name, trials)
+        ops = cut(sorted({op for trial in trials for op in trial.communication}))
+        if ops and not problem and ranks == 1 < bench.job.world_size:
+            problem = f"{name}: its step communicates ({ops}), and these cases have only one rank"
         if problem:
             problems.append(f"--model {problem}")
             names[:] = [other for other in names if other != name]
-        else:
-            found[name] = combined(bench, name, results)
+            continue
+        found[name] = combined(bench, name, trials)
+        if ops and bench.job.world_size > 1:
+            found[name] = found[name]._replace(communicates=True)
+            bench.print(f"# {name}: its step communicates ({ops}), so {alone} are not measured")
     if problems and not names:
         bench.refuse(problems[0])
     for problem in problems:
@@ -447,16 +461,29 @@ def try_on_all(bench: Benchmark, names: list[str], seed: int, **options: Any) ->
     return found
 
 
-def attempt_own(name: str, device: torch.device, seed: int, options: Any) -> Trial | str:
-    """Return the trial on this rank, or why the model is refused."""
-    torch.manual_seed(seed)
-    try:
-        return try_own(name, device, **options)
-    except ValueError as refused:
-        return str(refused)
+class Attempt:
+    """The trial of a model on this rank."""
+
+    def __init__(self, name: str, device: torch.device, seed: int, options: Any) -> None:
+        """seed: set before the function is called. options: further arguments of `try_own`."""
+        self.name, self.device, self.seed, self.options = name, device, seed, options
+        self.trial = Trial(None, [])
+        self.refused = ""  # why the model is refused
+
+    def run(self, group: Group) -> None:
+        """Try the model. Raises if it is refused or does not fit: other ranks may wait for it."""
+        torch.manual_seed(self.seed)
+        try:
+            with default_group(group):
+                self.trial = try_own(self.name, self.device, **self.options)
+        except Refused as refused:
+            self.refused = str(refused)
+            raise
+        if not self.trial.fits:
+            raise torch.OutOfMemoryError
 
 
-def combined(bench: Benchmark, name: str, trials: list[Trial]) -> Trial:
+def combined(bench: Benchmark, name: str, trials: Sequence[Trial]) -> Trial:
     """Return the trial of all ranks. Rank 0 prints the settings that the model has changed."""
     for change in dict.fromkeys(change for trial in trials for change in trial.changes):
         ranks = [rank for rank, trial in enumerate(trials) if change in trial.changes]
@@ -471,7 +498,7 @@ def combined(bench: Benchmark, name: str, trials: list[Trial]) -> Trial:
     return trial._replace(changes=[], tokens=max(trial.tokens for trial in trials))
 
 
-def uneven(name: str, trials: list[Trial]) -> str | None:
+def uneven(name: str, trials: Sequence[Trial]) -> str | None:
     """Return why these batches, by rank, are refused, or None: rates require equal numbers of
     samples on all ranks. A rank on which the model does not fit is not compared."""
     known = {rank: t.samples for rank, t in enumerate(trials) if t.shapes is not None}

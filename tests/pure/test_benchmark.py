@@ -1,6 +1,5 @@
 """harness/benchmark.py without a job: what happens before and after the blocks of a case."""
 
-import contextlib
 import gc
 import os
 import pty
@@ -14,7 +13,6 @@ from unittest.mock import Mock, call
 import pytest
 from torch.distributed import HashStore
 
-from common.timing import StopRule
 from harness import benchmark, turns
 from harness.benchmark import Benchmark, Implausible
 from harness.report import Case, Report
@@ -32,7 +30,7 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
     models: list[weakref.ref[Model]] = []
     alive: list[bool] = []
 
-    def build(key: Any, group: Any) -> Any:
+    def build(group: Any) -> Any:
         model = Model()
         models.append(weakref.ref(model))
         raise RuntimeError("out of memory")
@@ -43,13 +41,12 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
         alive.append(models[0]() is not None)
 
     observer = Mock()
-    groups = Mock(acquire=lambda ranks, subgroups: Mock(start_up_s={}), release=release)
-    bench: Any = Mock(observers=[observer], groups=groups, job=Mock(rank=3))
+    groups = Mock(acquire=lambda *_: Mock(start_up_s={}, extra=[]), release=release)
+    bench: Any = Mock(observers=[observer], groups=groups, job=Mock(rank=3), attempts=0)
     bench.release = partial(Benchmark.release, bench)
-    bench.around_case = contextlib.nullcontext
     monkeypatch.setattr(benchmark, "gpu_is_lost", lambda device: False)
     gc.disable()
-    assert Benchmark.attempt(bench, {}, build, (0, 3), ((0, 3),), StopRule()) is None
+    assert Benchmark.attempt(bench, build, (0, 3), ((0, 3),)) is None
     gc.enable()
     assert alive == [False]
     bench.report_failure.assert_called_once_with("RuntimeError: out of memory (rank 3)")
@@ -58,14 +55,14 @@ def test_a_failed_case_frees_its_model_before_its_groups_are_closed(
 def test_the_first_failure_of_a_case_is_its_reason() -> None:
     """Ranks 2 and 0 fail in this order in the first case, none in the second."""
     store = HashStore()
-    ranks: list[Any] = [Mock(measured=[{}], job=Mock(rank=r, store=store)) for r in range(3)]
+    ranks: list[Any] = [Mock(attempts=1, job=Mock(rank=r, store=store)) for r in range(3)]
     observer = Mock()
     ranks[0].observers = ranks[2].observers = [observer]
     Benchmark.report_failure(ranks[2], "first")
     Benchmark.report_failure(ranks[0], "follows from it")
     assert Benchmark.first_failure(ranks[1]) == ("first", 2)
     assert observer.failed.call_args_list == [call("first"), call("follows from it")]
-    ranks[1].measured.append({})
+    ranks[1].attempts += 1
     assert Benchmark.first_failure(ranks[1]) == (None, None)
 
 

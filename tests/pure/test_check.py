@@ -79,12 +79,12 @@ def test_training_by_hand() -> None:
             [8.0, 4.5],
             [8.0, 4.0],
             0.06,
-            "2 is 4.5, but 4 in one eager process (6.25% off, tolerance 6",
+            "2 is 4.5, but 4 in the eager reference (6.25% off, tolerance 6",
         ),
         ([-8.0, -4.5], [-8.0, -4.0], 0.07, None),
-        ([8.0, math.nan], [8.0, 4.0], 0.5, "2 is nan, but 4 in one eager process (nan% off"),
+        ([8.0, math.nan], [8.0, 4.0], 0.5, "2 is nan, but 4 in the eager reference (nan% off"),
         ([1e-13], [0.0], 0.2, None),  # relative to at least 1e-12
-        ([1e-13], [0.0], 0.05, "1 is 1e-13, but 0 in one eager process (10.00% off"),
+        ([1e-13], [0.0], 0.05, "1 is 1e-13, but 0 in the eager reference (10.00% off"),
     ],
 )
 def test_losses_against_one_process(

@@ -278,6 +278,15 @@ def in_backward(y):
     return y.sum()
 
 
+def local(y):
+    return y.sum()
+
+
+def gathers(y):  # as nn.SyncBatchNorm does
+    dist.all_gather_into_tensor(torch.empty_like(y), y.detach())
+    return y.sum()
+
+
 class Shares(torch.optim.SGD):  # its weights, in each step
     def step(self):
         super().step()
@@ -501,26 +510,26 @@ def test_batches_of_all_kinds(function: str, samples: int | None, shapes: list[l
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "op"),
     [
-        *("reduces", "functional", "waits", "in_backward"),
-        *("Shares", "SharesAtStart", "Rounds"),  # optimizers
+        ("reduces", "allreduce"),
+        ("functional", "all_reduce"),
+        ("waits", "barrier"),
+        ("in_backward", "allreduce"),
+        ("gathers", "allgather_base"),
+        ("Shares", "allreduce"),  # optimizers
+        ("SharesAtStart", "barrier"),
+        ("Rounds", "barrier"),
+        ("local", ""),
     ],
 )
-def test_a_model_that_communicates_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`no ddp` would run its collective on one rank. In a world of one, it may."""
+def test_communication_is_seen(how: str, op: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    name = f"users:communicates?how={how}"
     try:
-        assert try_own(name, CPU).samples == 2
-        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-        with pytest.raises(
-            ValueError, match=r"its step communicates \((allreduce|all_reduce|barrier)"
-        ):
-            try_own(name, CPU)
+        trial = try_own(f"users:communicates?how={how}", CPU)
     finally:
-        monkeypatch.undo()
         dist.destroy_process_group()
+    assert trial == Trial(2, [], shapes=[[2, 4]], communication=(op,) * bool(op))
 
 
 @pytest.mark.parametrize(
@@ -584,7 +593,7 @@ def test_a_setting_that_a_step_changes_is_named() -> None:
 def test_a_model_that_does_not_fit_fails_its_cases() -> None:
     """The cases fail with the reason, and other models are measured. The model may fit on some
     ranks."""
-    assert try_own("users:fills_the_gpu", CPU) == Trial(None, [])
+    assert try_own("users:fills_the_gpu", CPU) == Trial(None, [], fits=False)
     assert try_own("users:fills_the_gpu_in_forward", CPU).samples == 2
     with pytest.raises(torch.OutOfMemoryError):
         make_own("users:fills_the_gpu", CPU)
