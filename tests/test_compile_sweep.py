@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests import own_models
 from tests.process import ROOT
 
 SCRIPT = "benchmarks/compile_sweep.py"
+MODELS = ROOT / "docs" / "models"
 CPU = torch.device("cpu")
 smoke, faults = pytest.mark.smoke, pytest.mark.faults
 
@@ -76,8 +78,8 @@ def test_interleaved_strategies(bench: Callable[..., Any]) -> None:
         assert re.search(rf"^{label} .* # 20.* UTC on ", again.out, re.MULTILINE)
 
 
-def save_module(name: str, folder: Path, page: Path = ROOT / "docs" / "compile_sweep.md") -> None:
-    """Save the module of this name, such as hf.py, from the code block of a page."""
+def save_module(name: str, folder: Path, page: Path = ROOT / "docs" / "ddp_sweep.md") -> None:
+    """Save the module of this name, such as mine.py, from the code block of a page."""
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if f"  # {name}" in block.partition("\n")[0]]
     (folder / name).write_text(block)
@@ -96,11 +98,10 @@ def test_models_of_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The models of the page, but smaller. The source program wraps BertLayer and T5Block."""
+    """docs/models/hf.py, but smaller. The source program wraps BertLayer and T5Block."""
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
-    save_module("hf.py", tmp_path)
-    text = (tmp_path / "hf.py").read_text().replace("(4, 512)", "(2, 16)")
+    text = (MODELS / "hf.py").read_text().replace("(4, 512)", "(2, 16)")
     text = text.replace("BertConfig(", f"BertConfig(vocab_size=64, {TINY_BERT}")
     (tmp_path / "hf.py").write_text(text.replace("T5Config(", f"T5Config(vocab_size=64, {TINY_T5}"))
     monkeypatch.chdir(tmp_path)
@@ -121,7 +122,7 @@ def test_the_gpt_2_of_the_page(
     """With both scripts and small parameters. DDP and FSDP2 are compared."""
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
-    save_module("mine.py", tmp_path, ROOT / "docs" / "ddp_sweep.md")
+    save_module("mine.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     model = ("--model", "mine:gpt2?batch=2&layers=1&width=48&length=16")
     run = bench("benchmarks/ddp_sweep.py", *model, "--world-sizes", "2", "--iters", "1")
@@ -166,11 +167,11 @@ class Logits(torch.nn.Module):
 def test_a_model_of_torchbench(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tb.py of the page, with a stand-in that has the interface of torchbench."""
+    """docs/models/tb.py, with a stand-in that has the interface of torchbench."""
     package = tmp_path / "torchbenchmark" / "models" / "hf_Tiny"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
-    save_module("tb.py", tmp_path)
+    shutil.copy(MODELS / "tb.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     flags = (
         "--model",
@@ -206,7 +207,7 @@ def test_graphs_as_the_source_printed_them(
 def test_the_graph_of_autograd_by_torchviz(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_module("drawn.py", tmp_path)
+    shutil.copy(MODELS / "drawn.py", tmp_path)
     (tmp_path / "hf.py").write_text("from tests.own_models import gpt as bert\n")
     monkeypatch.chdir(tmp_path)
     flags = ("--model", "drawn:bert", "--ddp", "--backends", "eager", "--iters", "1")

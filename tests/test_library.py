@@ -1,4 +1,4 @@
-"""The programs on docs/library.md, which use only common/."""
+"""The programs of docs/library.md, which use only common/."""
 
 import os
 import re
@@ -11,7 +11,8 @@ import pytest
 from tests import process
 from tests.process import ROOT
 
-ALL_REDUCE, RPC = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.S)
+(ALL_REDUCE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.S)
+RPC = (ROOT / "docs/library/rpc.py").read_text()
 INTERVAL = r"\d[\d.,]* (us|ms|s) \((\d[\d.,]* to \d[\d.,]*|no interval)\)"
 
 
