@@ -226,10 +226,10 @@ def fast_exit(status: int) -> None:
     os._exit(status)
 
 
-def write_stderr(text: str) -> None:
+def write_stderr(text: str, end: str = "\n") -> None:
     """Write to stderr in a single call, so that lines of different ranks are not interleaved."""
     with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode() if text else b"")
+        os.write(2, f"{text}{end}".encode() if text else b"")
 
 
 def place_of(error: BaseException) -> str:

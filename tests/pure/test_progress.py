@@ -1,5 +1,6 @@
 """harness/observe/progress.py: lines on cases that are built slowly, and the line of a terminal."""
 
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +31,10 @@ def test_the_line_has_the_case_and_the_time_left(
     clock, bench.measured = 160.0, [0, 1, 2]
     observer.begin("fsdp2 inductor", True)
     observer.what, clock = "setup", 170.0
-    observer.tell()
+    observer.write()
     assert written == ["# case 3 of 6: fsdp2 inductor: setup, 10 s; about 2 min left"]
     clock = 300.0  # longer than all that was expected to be left
-    observer.tell()
+    observer.write()
     assert written[1:] == ["# case 3 of 6: fsdp2 inductor: setup, 2 min"]
 
 
@@ -88,31 +89,33 @@ def test_a_slow_build_is_reported_again(
 
 
 def test_the_line_of_a_terminal_ticks_while_a_case_is_built(
-    written: list[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """tqdm writes it anew, with the elapsed time; not in timed phases or when a row is printed."""
-    ticks = []
-    ticked = threading.Event()
+    """It is written anew in each phase and while a case is built, and deleted before a row is
+    printed."""
+    ticked, texts = threading.Event(), list[str]()
 
-    def refresh() -> None:
-        ticks.append(observer.what)
-        if len(ticks) == 3:
+    def write(text: str, end: str) -> None:
+        texts.append(text.replace("\r\x1b[K", "<", 1) + end)
+        if len(texts) == 3:
             ticked.set()
 
+    monkeypatch.setattr(progress, "write_stderr", write)
+    monkeypatch.setattr(progress, "duration", lambda seconds: "0.0 s")
     monkeypatch.setattr(progress, "TICK_S", 0.01)
+    monkeypatch.setattr("os.get_terminal_size", lambda number: os.terminal_size((38, 24)))
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True, fileno=lambda: 2))
     observer = Progress(SimpleNamespace(is_first=True, measured=[0], case_count=1))  # type: ignore
-    done = lambda *words, **named: None  # noqa: E731
-    line = {"refresh": refresh, "update": done, "set_description_str": done, "clear": done}
-    observer.line = SimpleNamespace(**line, ncols=80)  # type: ignore
     observer.begin("a", True)
-    for after in ("step, block 1", ""):
+    for after, line in (("step, block 1", "<case 1 of 1: a: step, block 1, 0.0 s"), ("", "<")):
         ticked.clear()
-        ticks.clear()
+        texts.clear()
         observer.phase("step 1 (the first one compiles)", 1)
         assert ticked.wait(600)
         observer.phase(after, 1)
         assert observer.timer is None
-        before = len(ticks)
+        assert set(texts[:-1]) == {"<case 1 of 1: a: step 1 (the fi, 0.0 s"}
+        assert texts[-1] == line
+        before = len(texts)
         observer.tick()  # of a timer that had begun
-        assert (len(ticks), set(ticks)) == (before, {"step 1 (the first one compiles)"})
-    assert written == []
+        assert len(texts) == before
