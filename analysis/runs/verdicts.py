@@ -1,8 +1,34 @@
 """Compare the runs of a base with those of a test, case by case: ratio, interval, verdict.
 
 A run is the unit of observation, or a session of runs: only its time counts, on a log scale. The
-iterations within a run do not show how much two runs of the same program differ. docs/compare.md
-states the formulas.
+iterations within a run do not show how much two runs of the same program differ. The logarithm of
+a run's time is one observation, or the mean of the logarithms of a session. BASE has m of them (x),
+and TEST has n (y):
+
+    ratio = exp(mean(y) - mean(x))
+    e^2   = var(x) / m + var(y) / n
+    interval = exp(mean(y) - mean(x) -+ t * e)   t: Student's, with Welch's degrees of freedom
+    --paired:       d[i] = y[i] - x[i],  interval = exp(mean(d) -+ t * sd(d) / sqrt(n)),  n - 1
+                    degrees of freedom
+    --interleaved:  the same; the time of a run uses as many blocks as both runs of the pair have
+    same            1 / (1 + M) <= interval <= 1 + M                 M: the margin
+    slower          interval > 1, p is significant, ratio > 1 + M
+    faster          interval < 1, p is significant, ratio < 1 / (1 + M)
+                    (Benjamini and Hochberg 1995 at 5%, over all cases and the mean)
+    --paired:       from 6 pairs on, slower and faster also require that at most 5% of all choices
+                    of the signs of d have a mean at least as far from 0 (of 8192 random ones for
+                    more than 13 pairs)
+    runs needed     the smallest n with t * s * sqrt(2 / n) <= ln(1 + M), 2 (n - 1) degrees of
+                    freedom; s = e / sqrt(1/m + 1/n) of the runs at hand
+    --paired:       the smallest n with t * s / sqrt(n) <= ln(1 + M), n - 1 degrees of freedom;
+                    s = sd(d)
+    smallest change exp(c * e) - 1    e: the standard error of ln(ratio), f: its degrees of freedom
+                    c = t + z * sqrt(1 + (c^2 + t^2) / (2 f))    z: 1.28, a normal number's 90%
+                    quantile; for 6 and 7 pairs, c is 1.28 and 1.08 times as large, because of the
+                    sign-flip test (simulated)
+
+If a side has a single observation, its scatter s is assumed to be the same as on the other side, so
+e = s * sqrt(1 + 1/m) with m - 1 degrees of freedom: a prediction interval.
 """
 
 import json
