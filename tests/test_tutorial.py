@@ -68,7 +68,7 @@ def test_rows(name: str, columns: Columns, shown: int, rows: int) -> None:
         assert single_blanks(" ".join(cells)) in LINES
 
 
-@pytest.mark.parametrize(("name", "rows"), [("collectives.jsonl", 3), ("link.jsonl", 2)])
+@pytest.mark.parametrize(("name", "rows"), [("collectives.jsonl", 2), ("link.jsonl", 2)])
 def test_rows_of_collectives(name: str, rows: int) -> None:
     """Rows of some sizes, without the last word."""
     table = collectives.ScanTable()
