@@ -35,6 +35,14 @@ from harness.cli import Parser, cut, positive_int
 from harness.exits import NO_VERDICT
 from harness.traces import rank_in_name
 
+# collectives that no rank completes before all have started it
+ALL_WAIT = {
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather",
+    "reduce_scatter_tensor",
+    "barrier",
+}
 # a dump as JSON; a log may begin with a brace, too
 IS_DUMP = re.compile(rb'\s*\{.{,2000}"(?:entries|pg_config|pg_status)"', re.DOTALL)
 
@@ -53,7 +61,8 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
     barrier or a HANG message names, a rank that ended by itself, and timeouts of gloo.
     """
     everyone = set(range(world_size or max(evidence.seen, default=-1) + 1))
-    groups = [of_group(evidence, group, everyone) for group in sorted(evidence.states)]
+    has_end = not evidence.cut_off and bool(world_size or evidence.exits)
+    groups = [of_group(evidence, group, everyone, has_end) for group in sorted(evidence.states)]
     findings = [finding for finding in groups if finding]
     named = [finding for finding in findings if finding.ranks]
     died = ended_by_themselves(evidence)
@@ -77,7 +86,7 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
             "the ranks called different collectives; TORCH_DISTRIBUTED_DEBUG=DETAIL names them"
         )
     if evidence.waiting:
-        return of_gloo(evidence.waiting, everyone - evidence.lost.keys())
+        return of_gloo(evidence, everyone - evidence.lost.keys(), has_end)
     if evidence.unmatched and not findings:
         return Finding(
             f"cannot tell which rank: {ranks_text(sorted(evidence.unmatched))} timed out in "
@@ -130,8 +139,11 @@ def of_fingerprints(evidence: Evidence) -> Finding:
     )
 
 
-def of_group(evidence: Evidence, group: str, everyone: set[int]) -> Finding | None:
-    """Return which ranks keep the others of a group waiting; None if no rank of it waits."""
+def of_group(evidence: Evidence, group: str, everyone: set[int], has_end: bool) -> Finding | None:
+    """Return which ranks keep the others of a group waiting; None if no rank of it waits.
+
+    has_end: whether the logs are known to have the lines of all ranks until the end.
+    """
     states = evidence.states[group]
     calls = {rank: state.call for rank, state in states.items() if state.call}
     if not calls:
@@ -139,7 +151,8 @@ def of_group(evidence: Evidence, group: str, everyone: set[int]) -> Finding | No
     seq = min(call.seq for call in calls.values())
     waiting = {rank: call for rank, call in calls.items() if call.seq == seq}
     name = name_of(evidence, group)
-    if differing := mismatch(waiting):
+    in_dumps = {r: state.calls[seq] for r, state in states.items() if seq in state.calls}
+    if differing := mismatch(in_dumps | waiting):
         text, ranks = differing
         return Finding(
             f"the ranks called different collectives as {seq:,} of group {name}: {text}", ranks
@@ -174,16 +187,43 @@ def of_group(evidence: Evidence, group: str, everyone: set[int]) -> Finding | No
         done = f"its last completed collective is {last:,}" if last > 0 else "it completed none"
         return Finding(f"{ranks_text(behind)} did not start {what}, {wait}; {done}", tuple(behind))
     if silent and len(silent) < len(waiting):
+        if not (has_end or is_here(evidence, group, silent)):
+            return Finding(
+                f"cannot tell which rank: {ranks_text(silent)} reported nothing about {what}, "
+                f"{wait}, but {what_is_missing(evidence)}"
+            )
         return Finding(
             f"{ranks_text(silent)} reported nothing about {what}, {wait}: stopped, dead, "
             f"unreachable, or past its last collective",
             tuple(silent),
         )
+    past = sorted(r for r, state in states.items() if state.completed >= seq and r not in waiting)
+    if past and call.op in ALL_WAIT:
+        return Finding(
+            f"cannot tell which rank: {ranks_text(past)} completed {what}, {wait}; either the "
+            f"sizes of their tensors differ, which dumps of the flight recorder show, or the "
+            f"lines are of different attempts"
+        )
     lacking = f"{ranks_text(silent)} left no line in these files" if silent else "none is behind"
     return Finding(
         f"cannot tell which rank: {ranks_text(sorted(waiting))} started {what}, and {lacking}; "
-        f"give the logs of all ranks, or --world-size N"
+        f"{what_is_missing(evidence)}"
     )
+
+
+def is_here(evidence: Evidence, group: str, ranks: Sequence[int]) -> bool:
+    """Whether it is known that these ranks exist, and that their lines are not just missing: the
+    files are dumps, which tell the members of a group, or each of the ranks has its own log."""
+    return not evidence.cut_off and (
+        group in evidence.members or evidence.with_file.issuperset(ranks)
+    )
+
+
+def what_is_missing(evidence: Evidence) -> str:
+    """Return why the absence of lines is no evidence, and the remedy."""
+    if evidence.cut_off:
+        return f"the last line of {cut(evidence.cut_off, 3)} is incomplete; give the whole logs"
+    return "the logs may be incomplete; give those of all nodes, and --world-size N"
 
 
 def mismatch(waiting: Mapping[int, Call]) -> tuple[str, tuple[int, ...]] | None:
@@ -230,18 +270,21 @@ def exit_text(exit: Exit) -> str:
     return f"rank {exit.rank}{where} ended {how}"
 
 
-def of_gloo(waiting: set[int], everyone: set[int]) -> Finding:
+def of_gloo(evidence: Evidence, everyone: set[int], has_end: bool) -> Finding:
     """Return the conclusion from timeouts of gloo, which name neither a peer nor a collective.
 
     everyone: the ranks that may be the cause, without those that lost a connection.
     """
+    waiting = evidence.waiting
     silent = tuple(sorted(everyone - waiting))
     if silent:
-        return Finding(
+        what = (
             f"{ranks_text(silent)} reported no timeout, while {ranks_text(sorted(waiting))} timed "
-            f"out in an operation over gloo",
-            silent,
+            f"out in an operation over gloo"
         )
+        if has_end or is_here(evidence, "", silent):
+            return Finding(what, silent)
+        return Finding(f"cannot tell which rank: {what}, but {what_is_missing(evidence)}")
     return Finding(
         f"cannot tell which rank: {ranks_text(sorted(waiting))} timed out in operations over gloo; "
         f"--world-size N tells the number of ranks, and TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch "
@@ -264,7 +307,10 @@ def read(path: str, evidence: Evidence) -> None:
     try:
         data = bytes(files.read(path))
         if not (data[:1] == b"\x80" or IS_DUMP.match(data)):
-            evidence.add_lines(text_of(data).splitlines())
+            text = text_of(data)
+            evidence.add_lines(text.splitlines())
+            if text and not text.endswith(("\n", "\r")):
+                evidence.cut_off.append(path)
             return
         content = json.loads(data) if data[:1] == b"{" else files.plain_pickle(data)
         rank = content.get("rank", rank_in_name(path))
@@ -287,6 +333,9 @@ def main() -> int:
     with one_line(args.logs):
         for path in args.logs:
             read(path, evidence)
+        ranks = [rank_in_name(path) for path in args.logs]
+    if len(ranks) > 1 and None not in ranks and len(set(ranks)) == len(ranks):
+        evidence.with_file = {rank for rank in ranks if rank is not None}
     finding = conclude(evidence, args.world_size)
     if finding is None:
         put("no sign of a hang")

@@ -310,7 +310,6 @@ CHECKS: dict[str, dict[str, Check]] = {
             * 1e3
         ),
         "tokens/s /rank": lambda row: row["tokens/s"] / row.above_it(r"# (\d+) ranks? on"),
-        "by (x)": lambda row: row["its compute (ms)"] / row["others' (ms)"],
     },
     "parameter_server": {
         "samples/s": lambda row: (
@@ -374,7 +373,7 @@ MEASURED = {
     "p2p_matrix": "",
     "parallel_sweep": """
         mesh; step gmean (ms); compute gmean (ms); busy gmean (ms); theory (%); mfu (%);
-        slowest rank; its compute (ms); others' (ms); memory max (GiB); min (GiB);
+        slowest rank; others wait (ms); memory max (GiB); min (GiB);
         without dp, gmean (ms); without ddp, gmean (ms); without tp, gmean (ms);
         without pp, gmean (ms); without cp, gmean (ms); without ep, gmean (ms)""",
     "parameter_server": """

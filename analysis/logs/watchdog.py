@@ -5,6 +5,7 @@ monitor), TraceUtils.h (desync report), ProcessGroupGloo.cpp (monitored barrier)
 ProcessGroupWrapper.cpp (TORCH_DISTRIBUTED_DEBUG=DETAIL) and elastic/multiprocessing/errors.
 """
 
+import itertools
 import json
 import math
 import re
@@ -59,9 +60,11 @@ FINGERPRINT = re.compile(
 WRONG_SIZE = re.compile(r"Received data size doesn't match expected size")
 GLOO_TIMEOUT = re.compile(r"Timed out waiting \d+ms for (?:send|recv) operation to complete")
 PEER_LOST = re.compile(
-    r"Connection closed by (?:remote )?peer|Connection reset by peer|"
-    r"NCCL WARN .*(?:timed? ?out|closed)"
+    r"^(?!.*\bretry)(?:.*Connection (?:closed|reset) by (?:remote )?peer|"
+    r".*NCCL WARN .*(?:timed? ?out|closed))"
 )
+# torchrun's agent: a process of its node ended, which ends the attempt
+ENDED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: |will restart worker group")
 OWN = re.compile(
     r"(?:^|[\s:]) *(?P<who>rank \d+ on [^,]+), .*: "
     r"(?P<state>does not answer|is behind the other ranks|waits)\b"
@@ -101,6 +104,8 @@ class State:
     enqueued: int = -1
     completed: int = -1
     call: Call | None = None  # the collective in which it waits
+    calls: dict[int, Call] = field(default_factory=dict)  # those in its dump, by number
+    attempt: int = 0  # the number of ends of attempts before its timeout
 
 
 @dataclass
@@ -135,18 +140,53 @@ class Evidence:
     lost: dict[int | None, str] = field(default_factory=dict)  # rank -> line about a connection
     unnumbered: set[str] = field(default_factory=set)  # groups whose ranks have no global number
     pending: dict[int, list[Call]] = field(default_factory=dict)  # timed out, group not yet known
+    ends: int = 0  # number of lines that end an attempt
+    cut_off: list[str] = field(default_factory=list)  # files whose last line is incomplete
+    with_file: set[int] = field(default_factory=set)  # ranks with a file of their own
 
     def state(self, group: str, rank: int) -> State:
         """Return the state of a rank in a group, which may be changed."""
         return self.states.setdefault(group, {}).setdefault(rank, State())
 
+    def merge(self, other: "Evidence") -> None:
+        """Add what another file says, of which only the last attempt counts."""
+        for group, states in other.states.items():
+            for rank, state in states.items():
+                mine = self.state(group, rank)
+                mine.enqueued = max(mine.enqueued, state.enqueued)
+                mine.completed = max(mine.completed, state.completed)
+                mine.call = mine.call or state.call
+                mine.calls |= state.calls
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if name == "members":
+                for group, ranks in value.items():
+                    self.members.setdefault(group, set()).update(ranks)
+            elif name == "own":
+                for state, ranks in value.items():
+                    self.own.setdefault(state, []).extend(ranks)
+            elif isinstance(value, list):
+                mine.extend(value)
+            elif isinstance(value, (dict, set)) and name != "states":
+                mine.update(value)
+        self.wrong_size |= other.wrong_size
+        self.ends += other.ends
+
     def add_lines(self, lines: Iterable[str]) -> None:
-        """Read the lines of a log: one rank's, one node's or the whole job's."""
+        """Read the lines of a log: one rank's, one node's or the whole job's. The tasks of srun -l
+        take turns line by line."""
+        for _, of_task in itertools.groupby(sorted(lines, key=task_of), task_of):
+            own = Evidence()
+            own.add_stream(of_task)
+            self.merge(own)
+
+    def add_stream(self, lines: Iterable[str]) -> None:
+        """Read lines in the order in which they were printed."""
         in_hang, is_root = False, None
-        # the tasks of srun -l take turns line by line
-        for raw in sorted(lines, key=task_of):
+        for raw in lines:
             whole = COLORS.sub("", raw[:LONGEST_LINE]).rstrip()
             in_hang = ("HANG: " in whole) or (in_hang and bool(OWN.search(whole)))
+            self.ends += bool(ENDED.search(whole))
             if in_hang and (match := OWN.search(whole)):
                 self.own.setdefault(match["state"], []).append(match["who"])
                 continue
@@ -230,26 +270,35 @@ class Evidence:
             op = OP_TYPES.get(work["op"], work["op"].strip("_").lower())
             call = Call(int(work["seq"]), op, int(work["numel"]))
             if where:
-                earlier = self.state(where["group"], rank).call
-                if earlier and call.seq < earlier.seq:  # torchrun restarted the job
-                    self.states.clear()
-                self.state(where["group"], rank).call = call
+                self._waits(where["group"], rank, call)
             else:
                 self.pending.setdefault(rank, []).append(call)
         if where and where["name"]:
             self.names[where["group"]] = where["name"]
         if where and status:
+            if status.re is STATUS:
+                for call in self.pending.get(rank, []):
+                    if call.seq == int(status["seq"]):
+                        self._waits(where["group"], rank, call)
             state = self.state(where["group"], rank)
-            enqueued, completed = int(status["enqueued"]), int(status["completed"])
-            state.enqueued = max(state.enqueued, enqueued)
-            state.completed = max(state.completed, completed)
-            for call in self.pending.get(rank, []):
-                if status.re is STATUS and call.seq == int(status["seq"]):
-                    if state.call and call.seq < state.call.seq:
-                        self.states.clear()
-                        state = self.state(where["group"], rank)
-                        state.enqueued, state.completed = enqueued, completed
-                    state.call = call
+            state.enqueued = max(state.enqueued, int(status["enqueued"]))
+            state.completed = max(state.completed, int(status["completed"]))
+
+    def _waits(self, group: str, rank: int, call: Call) -> None:
+        """Note that a call of a rank timed out, which happens once per attempt. If another one did
+        earlier, the job was restarted, and what the log says so far is past; but a call that had
+        been enqueued at that time may time out in the same attempt."""
+        state = self.state(group, rank)
+        earlier = state.call
+        if earlier and call.seq == earlier.seq:
+            return
+        if earlier and earlier.seq < call.seq <= state.enqueued and state.attempt == self.ends:
+            return
+        if earlier:
+            fresh = Evidence(seen=self.seen, names=self.names, ends=self.ends)
+            vars(self).update(vars(fresh))
+            state = self.state(group, rank)
+        state.call, state.attempt = call, self.ends
 
     def _add_desync(self, match: re.Match[str]) -> None:
         """Read a line of the report that TORCH_NCCL_DESYNC_DEBUG=1 adds, of the default group."""
@@ -279,9 +328,10 @@ class Evidence:
             state = self.state(group, rank)
             self.names.setdefault(group, label)
             state.enqueued = max(state.enqueued, seq)
+            op = entry["profiling_name"].rpartition(":")[2].partition(" ")[0]
+            numel = sum(math.prod(shape) for shape in entry["input_sizes"])
+            call = state.calls[seq] = Call(seq, OP_TYPES.get(op, op), numel)
             if entry.get("retired") or entry["state"] == "completed":
                 state.completed = max(state.completed, seq)
             elif state.call is None or seq < state.call.seq:
-                op = entry["profiling_name"].rpartition(":")[2].partition(" ")[0]
-                numel = sum(math.prod(shape) for shape in entry["input_sizes"])
-                state.call = Call(seq, OP_TYPES.get(op, op), numel)
+                state.call = call

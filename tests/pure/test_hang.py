@@ -88,20 +88,105 @@ def test_a_rank_that_did_not_start_a_collective(form: str, prefix: str) -> None:
 
 
 def test_a_rank_without_lines() -> None:
-    assert told(of_all([0, 1, 3], 12))[0] == (2,)  # rank 3 exists, so rank 2 does
+    """The log may have been cut off before its lines: rank 2 is named if the number of ranks is
+    given, or if torchrun's summary shows that the log is complete."""
+    lines = of_all([0, 1, 3], 12)
+    ranks, sentence = told(lines)
+    assert ranks == ()
+    assert "rank 2 reported nothing about" in sentence
+    assert sentence.endswith("give those of all nodes, and --world-size N")
+    assert told(lines, world_size=4)[0] == (2,)
+    assert told([*lines, *summary((0, -6), (1, -6), (2, -9), (3, -6))])[0] == (2,)
     assert told(of_all([0, 1, 2], 12))[0] == ()  # a rank 3 may or may not exist
     assert told(of_all([0, 1, 2], 12), world_size=4)[0] == (3,)
     # the log of the second of two nodes says nothing about the first one
     assert told(of_all(range(8, 16), 12))[0] == ()
 
 
+@pytest.mark.parametrize("end", [1.0, 0.995, 0.7, 0.4])
+def test_a_log_that_is_cut_off_names_no_rank(
+    end: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 7 is stopped, and rank 4 prints last: without its lines, it must not be named."""
+    text = "\n".join([*of_all([0, 1, 2, 3, 5, 6, 4], 12), ""])
+    path = tmp_path / "job.log"
+    path.write_text(text[: int(end * len(text))])
+    for flags in ([], ["--world-size", "8"]):
+        monkeypatch.setattr("sys.argv", ["hang.py", str(path), *flags])
+        status, out = hang.main(), capsys.readouterr().out
+        if end == 1 and flags:
+            assert (status, out.partition(" reported")[0]) == (1, "rank 7")
+        else:
+            assert (status, out.partition(":")[0]) == (4, "cannot tell which rank")
+            assert ("job.log is incomplete; give the whole logs" in out) == (end < 1)
+
+
+def test_each_rank_has_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is stopped; its log has the steps until then."""
+    for rank in range(3):
+        lines = ["step 12", *(timeout(rank, 12) if rank != 1 else [])]
+        (tmp_path / f"rank{rank}.log").write_text("\n".join([*lines, ""]))
+    for count, status in ((3, 1), (2, 4)):  # all logs; those of ranks 0 and 2
+        paths = [
+            str(path)
+            for path in sorted(tmp_path.glob("*.log"))
+            if count == 3 or "1" not in path.name
+        ]
+        monkeypatch.setattr("sys.argv", ["hang.py", *paths])
+        assert hang.main() == status
+        assert "rank 1 reported nothing about all_reduce 12" in capsys.readouterr().out
+
+
+AGENT = (
+    "E1129 08:14:35.136000 17 torch/distributed/elastic/multiprocessing/api.py:984] failed "
+    "(exitcode: -6) local_rank: 0 (pid: 4711) of binary: /usr/bin/python3"
+)
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_the_newest_attempt_counts(form: str) -> None:
-    """torchrun restarted the job, which counts from 1 again."""
-    first = [*of_all([0, 1, 3], 100, form=form), signal(2, 99)]
-    ranks, sentence = told([*first, *of_all([0, 2, 3], 40, form=form), signal(1, 39)])
-    assert ranks == (1,)
-    assert "ranks 0, 2, 3 wait; its last completed collective is 39" in sentence
+@pytest.mark.parametrize(
+    ("seq", "ahead", "between"),
+    [(40, 0, []), (200, 0, []), (104, 0, []), (102, 4, [AGENT]), (102, 0, [AGENT])],
+)
+def test_the_newest_attempt_counts(form: str, seq: int, ahead: int, between: list[str]) -> None:
+    """The job was restarted and counts from 1 again: it gets less far, or farther, than before.
+    The agent's line separates attempts if the collective had been enqueued in the first one."""
+    first = [*of_all([0, 1, 3], 100, form=form, ahead=ahead), signal(2, 99), *between]
+    second = [*of_all([0, 2, 3], seq, form=form), signal(1, seq - 1)]
+    for lines in ([*first, *second], [f"{n}: {line}" for line in [*first, *second] for n in "0"]):
+        ranks, sentence = told(lines)
+        assert ranks == (1,)
+        assert f"ranks 0, 2, 3 wait; its last completed collective is {seq - 1}" in sentence
+
+
+def test_calls_of_one_attempt_that_time_out_one_after_the_other() -> None:
+    """Collectives 12 and 13 were enqueued when 12 timed out: rank 2 did not start 12."""
+    first = of_all([0, 1], 12, ahead=1)
+    assert told([*first, *of_all([0, 1], 13), signal(2, 11)])[0] == (2,)
+
+
+def test_the_newest_attempt_in_the_logs_of_two_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 hung in the first attempt, rank 3 in the second one. In the log of the second node,
+    rank 2 waits first in collective 9, then in 50."""
+    nodes = {
+        "node0": [*timeout(0, 9), signal(1, 8), *of_all([0, 1], 50)],
+        "node1": [*of_all([2, 3], 9), *timeout(2, 50), signal(3, 49)],
+    }
+    for name, lines in nodes.items():
+        (tmp_path / f"{name}.out").write_text("\n".join([*lines, ""]))
+    tasks = [f"{n}: {line}" for n, lines in enumerate(nodes.values()) for line in lines]
+    (tmp_path / "srun.out").write_text("\n".join([*tasks, ""]))
+    for paths in (["node0.out", "node1.out"], ["node1.out", "node0.out"], ["srun.out"]):
+        monkeypatch.setattr("sys.argv", ["hang.py", *(str(tmp_path / path) for path in paths)])
+        assert hang.main() == 1
+        assert capsys.readouterr().out.startswith("rank 3 did not start all_reduce 50 of group 0")
 
 
 def test_calls_that_differ() -> None:
@@ -224,9 +309,18 @@ def summary(first: tuple[int, int], *others: tuple[int, int]) -> list[str]:
                 "[rank0]: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
                 "[rank1]: RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:6178",
                 "[rank2]: step 12",
+                *summary((0, 1), (1, 1), (2, -9)),
             ],
             (2,),
             "rank 2 reported no timeout, while rank 0 timed out",
+        ),
+        (
+            [
+                "[rank0]: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
+                "[rank2]: step 12",
+            ],
+            (),
+            "ranks 1, 2 reported no timeout, while rank 0 timed out in an operation over gloo, but",
         ),
         (["[rank0]: Connection closed by peer [10.0.0.7]:6178"], (), "10.0.0.7"),
         (["enforce fail: Received data size doesn't match expected size."], (), "DETAIL"),
@@ -278,6 +372,41 @@ def test_dumps_of_the_flight_recorder(
     )
 
 
+SIZES = [65536, 65536, 7]
+
+
+def test_another_size_in_an_all_reduce(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL does not compare sizes: rank 2 completes its smaller call, and the others wait. The log
+    has no size of a completed call, but dumps have."""
+    lines = [*of_all([0, 1], 9), signal(2, 9)]
+    ranks, sentence = told(lines)
+    assert ranks == ()
+    assert "rank 2 completed all_reduce 9 of group 0 (65,536 elements), in which ranks" in sentence
+    assert "the sizes of their tensors differ, which dumps of the flight recorder show" in sentence
+    # it waits in the next one
+    assert "rank 2 completed all_reduce 9" in told([*of_all([0, 1], 9), *timeout(2, 10)])[1]
+    # a broadcast is over for its source when it has sent
+    assert "completed" not in told([*of_all([0, 1], 9, op="BROADCAST"), signal(2, 9)])[1]
+    (tmp_path / "job.log").write_text("\n".join([*lines, ""]))
+    for rank, size in enumerate(SIZES):
+        entry = {
+            "process_group": ["0", "default_pg"], "collective_seq_id": 9, "is_p2p": False,
+            "profiling_name": "nccl:all_reduce", "input_sizes": [[size]],
+            "state": "completed" if rank == 2 else "started",
+        }  # fmt: skip
+        content = {"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": [entry]}
+        (tmp_path / f"nccl_trace_rank_{rank}").write_text(json.dumps(content))
+    paths = map(str, sorted(tmp_path.iterdir()))
+    monkeypatch.setattr("sys.argv", ["hang.py", *paths])
+    assert hang.main() == 1
+    assert capsys.readouterr().out == (
+        "the ranks called different collectives as 9 of group 0: rank 2: all_reduce of 7 elements; "
+        "ranks 0, 1: all_reduce of 65,536 elements\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -311,6 +440,8 @@ def test_files_that_are_refused(
         "work: 12, last completed NCCL work: 11.",
         "[PG ID 0 PG GUID 0 Rank 3] ProcessGroupNCCL watchdog thread joined.",
         "node1:4711:4711 [0] NCCL INFO Using network Socket",
+        "node1:1:2 [0] misc/socket.cc:1 NCCL WARN connect to 10.0.0.7 timed out, retrying (2/34)",
+        "node1:1:2 [0] NCCL WARN socket to 10.0.0.7 closed; retry after 100 msec",
         "step 12, loss 3.2, 51 ms; rank 3 waits for data",
     ],
 )
