@@ -20,6 +20,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from analysis import hang
+from analysis.logs.watchdog import Evidence
 from common.stats import Estimate
 from harness.report import Case, load
 from tests.mutations import plant
@@ -629,6 +631,45 @@ def test_a_profile_is_replayed(
     assert run.status == 0, run.out + run.err
     assert "# not replayed: 0 of " in run.out
     assert {case.check for case in run.report.cases} == {"passed"}
+
+
+OTHER_SIZE = """
+import datetime, os
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=8))
+for step in range(6):
+    dist.all_reduce(torch.ones(7 if (rank, step) == (1, 3) else 65536, device="cuda"))
+    torch.cuda.synchronize()
+"""
+
+
+def test_another_size_hangs_and_is_named(
+    bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
+) -> None:
+    """Over NCCL, the rank with fewer elements completes the collective, and the others wait. Their
+    log does not show why, but the dumps of the flight recorder do."""
+    (tmp_path / "other_size.py").write_text(OTHER_SIZE)
+    options: dict[str, Any] = lab | {"timeout": LIMIT_S, "TORCH_DIST_USE_NCCL2": "0", "cold": True}
+    options |= {"CUDALAB_MISMATCH": "hang", "TORCH_FR_BUFFER_SIZE": "2000"}
+    options |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    options["TORCH_FR_DUMP_TEMP_FILE"] = str(tmp_path / "nccl_trace_rank_")
+    run = bench(str(tmp_path / "other_size.py"), ranks=3, json=False, **options)
+    assert run.status != 0
+    log, dumps = tmp_path / "job.log", sorted(map(str, tmp_path.glob("nccl_trace_rank_*")))
+    log.write_text(run.out + run.err)
+    assert len(dumps) == 3
+    for files, ranks in (([str(log)], ()), ([str(log), *dumps], (1,))):
+        evidence = Evidence()
+        for path in files:
+            hang.read(path, evidence)
+        finding = hang.conclude(evidence)
+        assert finding is not None
+        assert finding.ranks == ranks, finding.sentence
+    assert finding.sentence.endswith(
+        "rank 1: all_reduce of 7 elements; ranks 0, 2: all_reduce of 65,536 elements"
+    )
 
 
 @pytest.mark.ci

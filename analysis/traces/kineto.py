@@ -188,8 +188,10 @@ class Events:
         self.categories = set[str]()
         self.kernels: list[Kernel] = []
         self.annotated: list[Kernel] = []  # ranges of collectives on the GPU
+        self.on_host: list[Kernel] = []  # the same on the host, by thread
         self.gloo: list[Activity] = []
-        self.launches: dict[Any, float] = {}  # correlation id -> time of the call on the host
+        # correlation id -> time of the call on the host, and its thread
+        self.launches: dict[Any, tuple[float, str]] = {}
         self.operators = defaultdict[str, list[Span]](list)  # by thread
         self.calls = defaultdict[str, list[Span]](list)  # calls of collectives, by thread
         self.steps: list[Range] = []
@@ -217,9 +219,13 @@ class Events:
         if category.startswith(LAUNCHES):
             launched = as_number(event.get("ts"))
             if "correlation" in args and launched is not None:
-                self.launches[args["correlation"]] = launched
+                thread = self.intern(f"thread {event.get('tid')}")
+                self.launches[args["correlation"]] = launched, thread
         elif category in RANGES:
             self.of_nccl = self.of_nccl or name.startswith("nccl:")
+            if is_annotation(name) and (span := self.span_of(event, name)):
+                self.add_kernel(category, name, span, event, args)
+                return
             kind = kind_of_range(name, category)
             if kind and (span := self.span_of(event, name)):
                 self.add_range(kind, name, span, event, args)
@@ -244,10 +250,15 @@ class Events:
             kind = "computing"
         else:
             kind, collective = "communication", collective_of_kernel(name, args)
-        stream = self.intern(f"stream {event['tid']}")
+        place = "thread" if category in RANGES else "stream"
+        stream = self.intern(f"{place} {event['tid']}")
         launch, in_graph = args.get("correlation"), bool(args.get("graph node id"))
         kernel = Kernel(*span, kind, stream, self.intern(name), launch, in_graph, collective)
-        (self.annotated if category == "gpu_user_annotation" else self.kernels).append(kernel)
+        if category in RANGES:
+            self.on_host.append(kernel)
+        else:
+            on_gpu = category == "gpu_user_annotation"
+            (self.annotated if on_gpu else self.kernels).append(kernel)
 
     def add_range(
         self, kind: str, name: str, span: Span, event: Event, args: Mapping[str, Any]
@@ -283,9 +294,13 @@ class Events:
             what = f"left out {count} event{'s' * (count > 1)} with an impossible duration"
             remarks.append(f"{what} ({durations}): {name}")
         activities = self.gloo
-        for one in by_copy_engine(kernels, self.annotated):
+        if self.annotated:
+            kernels = by_copy_engine(kernels, self.annotated, self.on_stream)
+        else:
+            kernels = by_copy_engine(kernels, self.on_host, self.at_launch)
+        for one in kernels:
             if one.kind != "copy":
-                launched = self.launches.get(one.correlation, one.start)
+                launched, _ = self.launches.get(one.correlation, (one.start, ""))
                 span = (one.start, one.end, one.kind, one.stream, launched)
                 activities.append(Activity(*span, one.name, one.collective))
         on_gpu = any(one.place.startswith("stream") for one in activities)
@@ -311,6 +326,15 @@ class Events:
         host = str(about.get("host_name") or "")
         rank = int(job["rank"]) if "rank" in job else rank_in_name(path)
         return Trace(path, rank, on_gpu, activities, steps, groups, host, remarks)
+
+    def on_stream(self, one: Kernel) -> tuple[str, float, float]:
+        """The stream of a kernel, its start and end."""
+        return one.stream, one.start, one.end
+
+    def at_launch(self, one: Kernel) -> tuple[str, float, float]:
+        """The thread that launched a kernel, and the time of the launch, twice."""
+        launched, thread = self.launches.get(one.correlation, (one.start, ""))
+        return thread, launched, launched
 
     def leave_out_copies(self) -> list[str]:
         """Leave out kernels and calls that are in the file twice. Returns a remark on them."""
@@ -352,11 +376,17 @@ def kind_of_range(name: str, category: str) -> str:
     return "call" if "c10d" in name else ""
 
 
-def by_copy_engine(kernels: Sequence[Kernel], annotated: Sequence[Kernel]) -> list[Kernel]:
-    """Count copies as communication if they lie within a collective's range on their stream, as the
-    copy engine performs some collectives: those of symmetric memory, NCCL without SMs, SDMA.
+def by_copy_engine(
+    kernels: Sequence[Kernel],
+    annotated: Sequence[Kernel],
+    place_of: Callable[[Kernel], tuple[str, float, float]],
+) -> list[Kernel]:
+    """Count copies as communication if they lie within a collective's range, as the copy engine
+    performs some collectives: those of symmetric memory, NCCL without SMs, SDMA.
 
     All copies in a range without a kernel become one call, from the first start to the last end.
+    annotated: the ranges, on streams or on threads of the host. place_of: the stream or thread of a
+    kernel, and the times that must lie within a range of it.
     """
     ranges = defaultdict[str, list[Kernel]](list)
     for one in sorted(annotated, key=lambda one: (one.start, -one.end)):
@@ -366,17 +396,18 @@ def by_copy_engine(kernels: Sequence[Kernel], annotated: Sequence[Kernel]) -> li
     inside = defaultdict[tuple[str, int], list[Kernel]](list)
     others = list[Kernel]()
     for one in kernels:
-        number = bisect_right(starts.get(one.stream, ()), one.start + NEAR_US) - 1
-        if number >= 0 and one.end <= ranges[one.stream][number].end + NEAR_US:
-            inside[one.stream, number].append(one)
+        place, start, end = place_of(one)
+        number = bisect_right(starts.get(place, ()), start + NEAR_US) - 1
+        if number >= 0 and end <= ranges[place][number].end + NEAR_US:
+            inside[place, number].append(one)
         else:
             others.append(one)
-    for (stream, number), of in inside.items():
+    for (place, number), of in inside.items():
         copies = [one for one in of if one.kind == "copy"]
         others += [one for one in of if one.kind != "copy"]
         if len(copies) == len(of):
             first, end = min(copies, key=lambda one: one.start), max(one.end for one in copies)
-            called = ranges[stream][number].collective
+            called = ranges[place][number].collective
             others.append(first._replace(end=end, kind="communication", collective=called))
         else:
             others += [one._replace(kind="communication") for one in copies]

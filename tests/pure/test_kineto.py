@@ -242,6 +242,27 @@ def test_copies_in_a_collective_communicate(
     assert all(row[3] == "1" for row in calls)  # one call, not two copies
 
 
+@pytest.mark.parametrize(
+    ("name", "thread", "end", "exposed"),
+    [
+        ("nccl:_all_gather_base", 100, 4005, "80.0"),
+        ("nccl:_all_gather_base", 7, 4005, "0.0"),  # another thread
+        ("step of mine", 100, 4005, "0.0"),
+        # the second copy is launched after the range: 4 of 10 ms
+        ("nccl:_all_gather_base", 100, 3000, "40.0"),
+    ],
+)
+def test_copies_in_a_range_on_the_host_only(
+    name: str, thread: int, end: float, exposed: str, tmp_path: Path
+) -> None:
+    """The range is not on the GPU: the copies whose launches lie within it communicate, those at 0
+    and 4 ms. The matmul is launched at 8 ms."""
+    *events, span = by_copy_engine(name, "Memcpy DtoD (Device -> Device)", 20, [])
+    span |= {"cat": "user_annotation", "pid": 100, "tid": thread, "ts": -1, "dur": 1 + end}
+    path = save(tmp_path / "0.json", [*events, span])
+    assert mean(path)["exposed (%)"] == exposed
+
+
 # -- other accelerators ----------------------------------------------------------------------------
 
 
