@@ -10,6 +10,10 @@ import numpy as np
 SLOW_START = 3.0  # leading steps that take longer than this number of medians are left out
 UNUSUAL = 1.5  # a step by this factor off the median counts as one that stalls
 LONG_BLOCK = 5  # unusual steps in a row
+AS_AFTER_RESTARTS = (
+    "as after restarts; --skip leaves out steps at the beginning of a log and, if the step counter "
+    "begins again, after each restart"
+)
 MIN_IN_COMMON = 10  # number of steps from which a correlation means anything
 TOGETHER = 0.9  # rank correlation above which two series may be of one job,
 ABOVE_OTHERS = 0.3  # if it is larger by this than that of any two series of different jobs
@@ -97,21 +101,32 @@ def stalls(times_s: Sequence[float]) -> tuple[np.ndarray, float] | None:
     return np.flatnonzero(unusual), float(np.median(times[unusual]) / np.median(times[~unusual]))
 
 
-def stall_text(times_s: Sequence[float]) -> str:
-    """`1 of 4 steps takes 2.9 times as long`; "" if no step is unusual."""
-    found = stalls(times_s)
+def stall_text(runs_s: Sequence[Sequence[float]]) -> str:
+    """`1 of 4 steps takes 2.9 times as long`; "" if no step is unusual. runs_s: the times of each
+    log."""
+    scaled = np.concatenate([np.asarray(times) / np.median(times) for times in runs_s])
+    found = stalls(scaled.tolist())
     if not found:
         return ""
     where, factor = found
-    count, size = len(where), len(times_s)
-    blocks = 1 + int((np.diff(where) > 1).sum())
+    count, size = len(where), len(scaled)
+    run = np.repeat(range(len(runs_s)), [len(times) for times in runs_s])[where]
+    blocks = 1 + int(((np.diff(where) > 1) | (np.diff(run) > 0)).sum())
     if count >= LONG_BLOCK * blocks:
         which = f"{count} of {size} steps, in blocks of about {round(count / blocks)}, take"
-        return f"{which} {factor:.2g} times as long, as after restarts"
+        return f"{which} {factor:.2g} times as long, {AS_AFTER_RESTARTS}"
     one_of = round(size / count)
     is_regular = abs(size / count / one_of - 1) < 0.05
     which = f"1 of {one_of} steps takes" if is_regular else f"{count} of {size} steps take"
     return f"{which} {factor:.2g} times as long"
+
+
+def levels(times_s: Sequence[float]) -> tuple[float, float]:
+    """The medians of the fast and of the slow steps, of times some of which are unusual."""
+    where, _ = stalls(times_s) or (np.array([], dtype=int), 1.0)
+    others = np.delete(times_s, where)
+    both = float(np.median(np.asarray(times_s)[where])), float(np.median(others))
+    return min(both), max(both)
 
 
 def correlation(a: Sequence[float], b: Sequence[float]) -> float | None:

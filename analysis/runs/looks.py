@@ -110,12 +110,13 @@ def stall_lines(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
     """`TEST: 1 of 4 steps takes 2.9 times as long, and the mean is 1.48 times the median`."""
     lines = []
     for side, runs in {"BASE": base, "TEST": test}.items():
-        scaled = [np.asarray(row_of(run).times_s) / row_of(run).time_s for run in runs]
-        together = np.concatenate(scaled).tolist()
-        text = series.stall_text(together)
-        if text:
-            factor = f"{float(np.mean(together)):.2f}"
-            lines.append(f"{side}: {text}; the mean is {factor} times the median")
+        times_s = [row_of(run).times_s for run in runs]
+        if text := series.stall_text(times_s):
+            factor = float(np.mean(np.concatenate([np.divide(x, np.median(x)) for x in times_s])))
+            lines.append(f"{side}: {text}; the mean is {factor:.2f} times the median")
+            if series.AS_AFTER_RESTARTS in text:
+                low, high = map(show_time, series.levels(np.concatenate(times_s).tolist()))
+                lines.append(f"{side} has steps of two kinds: about {low} and about {high}")
     return lines
 
 
@@ -142,7 +143,7 @@ def one_run_per_job(
     sides = []
     for side, runs in {"BASE": base, "TEST": test}.items():
         copies = duplicates([(run, row_of(run)) for run in runs])
-        pairs, doubtful = pairs_of(runs, others, copies)
+        pairs, doubtful, alike = pairs_of(runs, others, copies)
         ranks = {i for pair in pairs for i in pair}
         # a copy of a rank belongs to its job; any other copy does not count anyway
         pairs += [(i, j) for i, originals in copies.items() for j in originals if j in ranks]
@@ -156,43 +157,48 @@ def one_run_per_job(
         if doubtful:
             what = f"the steps of {cut(doubtful, 3)} go together, as those of the ranks of one job"
             lines.append(f"{what} or of runs with the same data; give one file per job")
+        for why, labels in alike.items():
+            what = f"{why} {cut(labels, 3)} of {side} are those of the ranks of one job"
+            lines.append(f"{what}, but not their steps: they count as runs; give one file per job")
     return sides[0], sides[1], lines
 
 
 def pairs_of(
     runs: Sequence[Run], others: float, copies: Container[int]
-) -> tuple[list[tuple[int, int]], list[str]]:
-    """The pairs of a side that are ranks of one job, and the labels of those that may be.
+) -> tuple[list[tuple[int, int]], list[str], dict[str, list[str]]]:
+    """The pairs of a side that are ranks of one job, the labels of those that may be, and of those
+    that only have the names or the times of such ranks.
 
     others: the highest correlation of two files of different sides. copies: positions of runs that
     are copies of others.
     """
     pairs, weak = [], []
     doubtful: dict[str, None] = {}
+    alike: dict[str, set[int]] = {}
     for i, j in combinations(range(len(runs)), 2):
         a, b = runs[i], runs[j]
-        if i in copies or j in copies:
+        if i in copies or j in copies or apart(a, b):
             continue
         in_job = same_job(a.label, b.label)
+        marked = in_job or overlap(a, b)
         found = together(a, b)
-        if found is None:
-            is_pair = in_job
-        elif found <= series.LEVEL or apart(a, b):
-            continue
+        if found is None or found <= series.LEVEL:
+            is_pair = found is None and in_job
         elif found <= series.TOGETHER:
             is_chance = series.is_chance(found, row_of(a).times_s, row_of(b).times_s)
             is_weak = found > others + series.ABOVE_OTHERS and not is_chance
-            is_pair = is_weak and (in_job or overlap(a, b))
-            if is_weak and not is_pair:
+            is_pair = is_weak and marked
+            if is_weak and not is_pair and not stall_alike(a, b):
                 weak.append((i, j))
-        elif found > others + series.ABOVE_OTHERS:
-            is_pair = True
         else:
-            is_pair = in_job or overlap(a, b)
-            if not is_pair:
+            is_pair = marked or found > others + series.ABOVE_OTHERS
+            if not is_pair and not stall_alike(a, b):
                 doubtful |= {a.label: None, b.label: None}
         if is_pair:
             pairs.append((i, j))
+        elif marked:
+            why = "the paths of" if in_job else "the times of day in"
+            alike.setdefault(why, set()).update((i, j))
     # noise between the ranks of a job: some pairs are clear, others are not
     clear = {i for pair in pairs for i in pair}
     for pair in weak:
@@ -200,7 +206,21 @@ def pairs_of(
             pairs.append(pair)
         else:
             doubtful |= {runs[i].label: None for i in pair}
-    return pairs, [*doubtful]
+    ranks = {i for pair in pairs for i in pair}
+    named = {why: [runs[i].label for i in sorted(of - ranks)] for why, of in alike.items()}
+    return pairs, [*doubtful], {why: labels for why, labels in named.items() if len(labels) > 1}
+
+
+def stall_alike(a: Run, b: Run) -> bool:
+    """Whether steps go together only because the same ones stall, as in runs of one program."""
+    times_s = [row_of(run).times_s for run in (a, b)]
+    count = min(map(len, times_s))
+    found = [series.stalls(x[:count]) for x in times_s]
+    if not all(found):
+        return False
+    stalled = np.concatenate([where for where, _ in filter(None, found)])
+    rest = [np.delete(x[:count], stalled).tolist() for x in times_s]
+    return (series.correlation(*rest) or 0.0) <= series.LEVEL
 
 
 def together(a: Run, b: Run) -> float | None:

@@ -114,12 +114,18 @@ def test_median_and_mean_that_contradict_each_other_are_undecided(tmp_path: Path
         ([10.0] * 8, ""),
         (
             ([30.0] * 8 + [5.0] * 6) * 3,
-            "18 of 42 steps, in blocks of about 6, take 0.17 times as long, as after restarts",
+            "18 of 42 steps, in blocks of about 6, take 0.17 times as long, as after restarts; "
+            "--skip leaves out steps at the beginning of a log and, if the step counter begins "
+            "again, after each restart",
         ),
     ],
 )
 def test_a_sentence_about_unusual_steps(times: list[float], text: str) -> None:
-    assert series.stall_text(times) == text
+    assert series.stall_text([times]) == text
+    # blocks end where logs do
+    assert series.stall_text([[2 * t for t in times], times]) == text.replace(
+        "2 of 9", "4 of 18"
+    ).replace("18 of 42", "36 of 84")
 
 
 # -- slow starts and restarts ----------------------------------------------------------------------
@@ -270,6 +276,62 @@ def test_noise_between_the_ranks_of_a_job(tmp_path: Path, name: str, expected: s
             times = [t + e for t, e in zip(common, own, strict=True)]
             write(tmp_path / side / name.format(rank), times)
     assert expected in compare(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "dates", "count", "line"),
+    [
+        ("rank{}.log", False, 40, "the paths of {}/rank0.log, {}/rank1.log of BASE are those of"),
+        ("{}.log", True, 40, "the times of day in {}/0.log, {}/1.log of BASE are those of"),
+        ("{}.log", True, 8, "the times of day in {}/0.log, {}/1.log of BASE are those of"),
+        ("{}.log", False, 40, ""),
+        ("run{}.log", False, 8, ""),
+    ],
+)
+def test_ranks_whose_steps_do_not_go_together(
+    tmp_path: Path, name: str, dates: bool, count: int, line: str
+) -> None:
+    """They count as runs, and a line asks. The files of TEST have other names and no dates."""
+    for side, test_name in (("old", name), ("new", "{}.log")):
+        for number in range(2):
+            times = near(100, 10 * number + (side == "new"), 0.5, count)
+            path = tmp_path / side / test_name.format(number)
+            date = "2026-11-29 10:00:{:02} " if dates and side == "old" else ""
+            write(path, times)
+            lines = path.read_text().splitlines()
+            text = [date.format(i) + t for i, t in enumerate(lines)]
+            path.write_text("\n".join(text) + "\n")
+    out = compare(tmp_path)[1]
+    assert "2 of BASE, 2 of TEST" in out
+    assert ("the ranks of one job, but not their steps" in out) == bool(line)
+    assert line.format(*[tmp_path / "old"] * 2) in out
+
+
+def test_runs_that_stall_in_the_same_steps_are_not_ranks(tmp_path: Path) -> None:
+    """Every third step waits for the loader: a correlation of 3 * 1/3 * 2/3 = 0.67."""
+    for side, stall in (("old", 0.0), ("new", 20.0)):
+        for n in range(4):
+            times = near(10, 10 * n + (side == "new"), 0.05, 120)
+            write(
+                tmp_path / side / f"{n}.log",
+                [t + stall * (i % 3 == 0) for i, t in enumerate(times)],
+            )
+    out = compare(tmp_path)[1]
+    assert "TEST: 1 of 3 steps takes 3 times as long" in out
+    assert "go together" not in out
+
+
+def test_the_levels_of_steps_after_restarts(tmp_path: Path) -> None:
+    """Four attempts in each log, of 20 steps of 3.5 s and 10 of 0.5 s; the counter goes on. The
+    first 20 are left out."""
+    for side in ("old", "new"):
+        for n in range(3):
+            slow = 3500.0 if side == "new" else 500.0
+            times = (near(slow, n, 1, 20) + near(500, n + 9, 1, 10)) * 4
+            write(tmp_path / side / f"{n}.log", times)
+    out = compare(tmp_path, "--skip", "20")[1]
+    assert "TEST: 120 of 300 steps, in blocks of about 10, take 0.14 times as long, as after" in out
+    assert re.search(r"TEST has steps of two kinds: about (499|500).\d ms and about 3.500 s", out)
 
 
 @pytest.mark.parametrize("mark", ["-", "/"])
