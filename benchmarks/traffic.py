@@ -68,8 +68,8 @@ from benchmarks.workloads.operations import OPERATIONS
 from benchmarks.workloads.room import free_on_host
 from common.groups import Group, Job
 from common.stats import Estimate, drop_wide_interval
-from common.table import Cell, Columns, ends, metric, render
-from harness.benchmark import folded, report_lines, terminal_width
+from common.table import Cell, Columns, ends, fitted, metric
+from harness.benchmark import folded, omitted, report_lines, terminal_width
 from harness.environment import count_of
 from harness.isolated import (
     IsolatedTimes,
@@ -736,7 +736,8 @@ def main() -> int:
         report.add(case_of(key, title, alone, swept))
     simulated = [case for case in report.cases if not case.failed]
     axes = axes_of(simulated)
-    print(render(columns_of(axes, bool(alone)), simulated, max_width), end="\n\n")
+    table, hidden = fitted(columns_of(axes, bool(alone)), simulated, max_width)
+    print("\n".join([table, *omitted(hidden)]), end="\n\n")
     for case in report.cases:
         if case.failed:
             print(folded(f"{case.name}: {case.check}", max_width))

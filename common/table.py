@@ -14,23 +14,15 @@ Columns = dict[str, Callable[[Any], str]]
 
 def render(columns: Columns, cases: Sequence[Any], max_width: int | None = None) -> str:
     """Return the cases as a table, a row per case, with as many of the first columns as fit into
-    `max_width` characters (None: no limit). A line below it counts the columns left out."""
-    text, count = fitted(columns, cases, max_width)
-    return "\n".join([text, *omitted(count)])
+    `max_width` characters; None for no limit."""
+    return fitted(columns, cases, max_width)[0]
 
 
 def fitted(columns: Columns, cases: Sequence[Any], max_width: int | None) -> tuple[str, int]:
-    """Return the table without that line, and the number of columns that do not fit."""
+    """Return what `render` does, and the number of columns that do not fit."""
     rows = [[cell(case) for cell in columns.values()] for case in cases]
     count = columns_that_fit(list(columns), rows, max_width)
     return layout(list(columns)[:count], [row[:count] for row in rows]), len(columns) - count
-
-
-def omitted(count: int) -> list[str]:
-    """Return the line below a table, `# not shown: 3 columns; --wide prints all`; no line if no
-    column was left out."""
-    noun = "column" if count == 1 else "columns"
-    return [f"# not shown: {count} {noun}; --wide prints all"] if count else []
 
 
 def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], width: int | None) -> int:

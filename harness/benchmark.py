@@ -36,11 +36,11 @@ from common.groups import (
 )
 from common.join import join, world
 from common.stats import Times, iteration_times
-from common.table import Columns, Table, omitted, render
+from common.table import Columns, Table, fitted
 from common.timing import StopRule, TimedLoop, Workload
 from harness import cli, contents, environment, exits
 from harness.cpu_load import BUSY, Others
-from harness.environment import others_text
+from harness.environment import count_of, others_text
 from harness.report import DISK_FAILED, OTHER_FILE, UNCHECKED, Case, Report, load, not_json
 
 NO_TIMEOUT = timedelta(days=30)  # where hang detection ends hangs
@@ -274,7 +274,7 @@ class Benchmark:
             self.print(f"# the existing report was moved to {self.replaced}")
         for start in sorted({case.measured_at for case in self.report.cases}):
             run = [case for case in self.report.cases if case.measured_at == start]
-            self.print(f"# {environment.count_of(len(run), 'case')} measured {run[0].measured}")
+            self.print(f"# {count_of(len(run), 'case')} measured {run[0].measured}")
         done = [case.key for case in self.report.cases if counts_as_done(case, self.args)]
         self.done = self.job.broadcast(done)
 
@@ -331,7 +331,7 @@ class Benchmark:
             self.case_count += len(left)
             lines += ["", title, *(f"  {name}" for name in left)]
         if self.args.dry_run:
-            count = environment.count_of(self.case_count, "case")
+            count = count_of(self.case_count, "case")
             self.print("\n".join([*lines, "", f"# {count}; nothing was measured"]))
             self.leave_job()
             sys.exit(0)
@@ -577,7 +577,8 @@ class Benchmark:
     def print_table(self, columns: Columns, cases: Sequence[Case], title: str = "") -> None:
         """Print another table of measured cases."""
         above = [folded(title, self.max_width, ""), ""] if title else []
-        self.print("\n".join(["", *above, render(columns, cases, self.max_width)]))
+        text, count = fitted(columns, cases, self.max_width)
+        self.print("\n".join(["", *above, text, *omitted(count)]))
 
     def conclude(self, sentences: Sequence[Sentence], case: Case | None = None) -> None:
         """Add sentences that answer the script's question, on rank 0. Those about a case that was
@@ -760,6 +761,11 @@ def folded(text: str, max_width: int | None, mark: str = "# ") -> str:
     wrapper = textwrap.TextWrapper(max_width, initial_indent=mark, subsequent_indent=f"{mark}  ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False  # keep names intact
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
+
+
+def omitted(count: int) -> list[str]:
+    """Return the line below a table whose last columns were left out; no line if none was."""
+    return [f"# not shown: {count_of(count, 'column')}; --wide prints all"] if count else []
 
 
 def terminal_width() -> int | None:

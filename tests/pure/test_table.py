@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.workloads.percentiles import digits_beside, percentile_columns
 from common.stats import Estimate
-from common.table import Table, ends, layout, metric, render
+from common.table import Table, ends, fitted, layout, metric
+from harness.benchmark import omitted
 from harness.report import Case
 
 
@@ -38,9 +39,9 @@ def test_a_terminal_shows_as_many_columns_as_fit(
     room: int | None, count: int, below: list[str]
 ) -> None:
     """`1.00` has 4 characters, with 2 between columns: 3 columns need 16, 4 need 22, 7 need 40."""
-    lines = render(COLUMNS, [case(**NUMBERS)], room).splitlines()
-    assert lines[0].split() == list(COLUMNS)[:count]
-    assert lines[3:] == below
+    text, hidden = fitted(COLUMNS, [case(**NUMBERS)], room)
+    assert text.splitlines()[0].split() == list(COLUMNS)[:count]
+    assert omitted(hidden) == below
 
 
 def test_all_rows_are_aligned_with_the_header() -> None:
