@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,11 @@ class Observer:
         to `last_line`, the last line of the report."""
         return []
 
+    def ended(self) -> dict[int, str]:
+        """Called if a peer is lost. Returns the ranks that have ended, with what they were doing,
+        as far as this rank can know."""
+        return {}
+
     def stop(self) -> None:
         """Called before this process leaves the job or ends."""
 
@@ -140,8 +145,7 @@ def observers() -> Sequence[type[Observer]]:
 
 @contextlib.contextmanager
 def end_on_error() -> Iterator[None]:
-    """End this process with one line and a status if common/ raises one of its exceptions. After
-    LostPeer the launcher, which knows the process that died, has 10 s to do so."""
+    """End this process with one line and a status if common/ raises one of its exceptions."""
     try:
         yield
     except Refused as error:
@@ -150,11 +154,17 @@ def end_on_error() -> Iterator[None]:
         prints = exits.is_rank_0() or (0 in error.missing and local_rank() == 0)
         exits.exit_now(exits.HANG, f"HANG: {error}", prints)
     except LostPeer as error:
-        reason = f"rank {os.environ.get('RANK', 0)} {error}"
-        if local_rank() == 0:
-            exits.write_stderr(reason)
-        time.sleep(10)
-        exits.exit_now(1, reason, prints=False)
+        end_after_loss(str(error), local_rank() == 0)
+
+
+def end_after_loss(why: str, prints: bool) -> NoReturn:
+    """End this process because it has lost a peer. The launcher may know why the peer died, and has
+    10 s to end the job."""
+    reason = f"rank {os.environ.get('RANK', 0)} {why}"
+    if prints:
+        exits.write_stderr(reason)
+    time.sleep(10)
+    exits.exit_now(1, reason, prints=False)
 
 
 def kept_samples(times: Times) -> tuple[dict[str, list[list[float]]], bool]:
@@ -639,16 +649,32 @@ class Benchmark:
 
     @end_on_error()
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self.finish()
+                self.leave_job()
+        except LostPeer as lost:
+            error = lost
+        if isinstance(error, LostPeer):
+            self.name_lost_peer(error)
         if isinstance(error, BaseException):
             self.stop_observers()
             if isinstance(error, Refused):
                 self.discard_empty_report()
-            if isinstance(error, Refused | NotArrived | LostPeer):
+            if isinstance(error, Refused | NotArrived):
                 raise error  # to end_on_error
             return
-        self.finish()
-        self.leave_job()
         atexit.register(exits.fast_exit, self.status)
+
+    def name_lost_peer(self, error: LostPeer) -> NoReturn:
+        """End this process. The first remaining rank of this host prints the line."""
+        ended = {rank: x for observer in self.observers for rank, x in observer.ended().items()}
+        before = range(self.job.rank - self.job.local_rank, self.job.rank)
+        self.stop_observers()
+        why = str(error)
+        if ended:
+            why = f"lost a peer: {cli.cut([*ended.values()])}; {why.removeprefix('lost a peer: ')}"
+        end_after_loss(why, all(rank in ended for rank in before))
 
     def leave_job(self) -> None:
         """Close all groups. All results are written, so errors are ignored."""

@@ -122,6 +122,8 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     # the twelfth step is in a timed block
     "step-raises": (STEP, 12, raising(RuntimeError, "no kernel for this step"), 1),
     "stops": (STEP, 12, stop, 1),
+    "leaves": (STEP, 12, partial(os._exit, 0), 1),
+    "rank-0-leaves": (STEP, 12, partial(os._exit, 0), 0),
     "stops-in-all-reduce": ("torch.distributed.all_reduce", 60, stop, 1),  # in a timed block
     "slow-rank": (STEP, None, waiting(0.15), 1),  # longer than delays on a busy machine
     "slow-optimizer": (NEW_OPTIMIZER, 1, waiting(12), 1),

@@ -107,6 +107,8 @@ def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
         (IMPATIENT, "never-arrives", 3, "HANG: rank 1 did not arrive within 5 s", 0),
         (IMPATIENT, "stuck-in-build", 3, "for 5 s; rank 1 .* setup: is behind", 1),
         (IMPATIENT, "disk-hangs", 3, r"rank 0 .* writing .*jsonl: is behind", 1),
+        (SHORT, "leaves", 1, r"rank 0 lost a peer: rank 1 on .*, case '1M/2R', .*, has ended; ", 1),
+        (SHORT, "rank-0-leaves", 1, "rank 1 lost a peer: rank 0 on .*'no ddp', .*, has ended; ", 0),
         (SHORT, "dies", -9, r"Signal 9 \(SIGKILL\) received", 1),
     ],
 )

@@ -79,6 +79,7 @@ class Watchdog(Observer):
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
         # for the polling thread, which must not block while the main thread waits for a key
         self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
+        self.phases = [f"phase/{rank}" for rank in range(job.world_size)]  # keys of the store
         self.stopped = threading.Event()
         self.answers = 0  # of the store, counted by both threads
         self.poll_s = max(0.5, job.world_size / POLLS_PER_S)
@@ -126,6 +127,23 @@ class Watchdog(Observer):
         with lost_peer():
             self.store.set(f"failed/{self.case}", "")
             self.store.add("changes", 1)
+
+    def ended(self) -> dict[int, str]:
+        """Return the ranks of this host whose processes have ended, with their last phase. If the
+        store is gone, and rank 0 served it, rank 0 has ended."""
+        ended: dict[int, str] = {}
+        until = time.monotonic() + GRACE_S  # a process closes its sockets before it has ended
+        try:
+            while not ended and time.monotonic() < until:
+                time.sleep(0.1)
+                for state in map(json.loads, self.store.multi_get(self.phases)):
+                    here = state["host"] == socket.gethostname()
+                    if here and not is_running(state["pid"]):
+                        ended[state["rank"]] = f"{state['where']}, has ended"
+        except RuntimeError:
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                ended[0] = "rank 0, which served the rendezvous store, has ended"
+        return ended
 
     def stop(self) -> None:
         self.stopped.set()
@@ -225,9 +243,8 @@ class Watchdog(Observer):
     def _states_of_all(self) -> list[State]:
         """Return each rank's last phase, and its answer to the roll call: `last` is its last
         collective as [group, number], or None without an answer."""
-        ranks = range(self.job.world_size)
-        phases = self.watched.multi_get([f"phase/{rank}" for rank in ranks])
-        answers = self.watched.multi_get([f"answer/{rank}" for rank in ranks])
+        phases = self.watched.multi_get(self.phases)
+        answers = self.watched.multi_get([f"answer/{r}" for r in range(self.job.world_size)])
         return [json.loads(p) | json.loads(a) for p, a in zip(phases, answers, strict=True)]
 
     def _end_on_signals(self) -> None:
@@ -287,6 +304,13 @@ def launcher_of(pid: int) -> int | None:
                 parent = parent.parent()
         return parent.pid if parent else None
     return None
+
+
+def is_running(pid: Any) -> bool:
+    """Return whether there is such a process on this host. A zombie has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def print_stacks_and_kill(pid: int) -> None:
