@@ -5,7 +5,7 @@
 #     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9"
 # ]
 # ///
-"""Is TEST slower than BASE, faster, or the same? Or are these reports insufficient to decide?
+"""Is TEST slower than BASE, faster, or the same? Or is there too little data to decide?
 
 A run is the unit of observation, or a session if a side has 6 of them: runs of one host with gaps
 below an hour. One session, such as tonight's run, is judged by the scatter of the others. The time

@@ -13,7 +13,7 @@
     +-%     = distance from the time to the farther end of its 95% interval, for the variant with
               the wider interval
     --beside  measures two collectives at the same time, each in its own group. both / longer is
-              their time divided by the longer time of the two alone: 1 if neither slows the other.
+              the slowdown of the pair, relative to the longer one alone: 1 if they are independent.
               serial / longer is this ratio if they run one after the other
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2

@@ -196,7 +196,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--no-breakdown",
         action="store_true",
-        help="time the step only: about 4 times as fast, but without efficiency",
+        help="skip the breakdown: about 4 times as fast, but without efficiency",
     )
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)

@@ -181,7 +181,7 @@ def parse_args() -> argparse.Namespace:
         type=positive,
         metavar="FRACTION",
         help="minimum slowdown to report, as a fraction of the median time (default: 0.1; on the "
-        "CPU 0.4 for a rank alone, 2 for links and for all ranks together)",
+        "CPU 0.4 for ranks alone, 2 for communication)",
     )
     add(
         "--min-tflops",
@@ -657,11 +657,10 @@ def without_peer(cluster: Cluster) -> str:
     has_limit = any(least for step, least in cluster.limits.items() if STEPS[step].level == "rank")
     for kind, count in Counter(cluster.kinds).items():
         if count == 1 and not has_limit:
+            if len(cluster.kinds) == 1:
+                return "a single rank cannot be judged without --min-tflops"
             rank = f"rank {cluster.kinds.index(kind)}"
-            one = "there is one rank"
-            if len(cluster.kinds) > 1:
-                one = f"{rank} is the only one on {kind},"
-            return f"{one} without a limit such as --min-tflops"
+            return f"{rank}, the only one on {kind}, cannot be judged without --min-tflops"
     if len(cluster.teams["node"]) == 2 and len(cluster.teams["rail"]) == 1:
         return "there is one link between the nodes"
     return ""

@@ -32,7 +32,7 @@ LAUNCHER_FLAGS = dict.fromkeys(
         *("--nnodes", "--node-rank", "--nproc-per-node", "--standalone", "--rank", "--local-rank"),
         *("--master-addr", "--master-port", "--world-size", "--filestore"),
     ),
-    "torchrun provides it; torchrun's own flags, such as --nproc-per-node 8, precede the script",
+    "torchrun provides it; put torchrun's own flags, such as --nproc-per-node 8, before the script",
 )
 OUTPUTS = ("--json", "--plot", "--exclude-file")  # flags that name a file written by rank 0
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

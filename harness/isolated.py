@@ -20,7 +20,7 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
     """Interpolate the time at `size`, and the ends of its interval, between the two nearest sizes
     in bytes, as in the model latency + size / bandwidth (Hockney 1994, Parallel Computing 20:389).
 
-    Raises ValueError outside of the measured sizes, or if the two differ by more than a factor of
+    Raises ValueError outside the measured range, or if the two differ by more than a factor of
     MAX_SIZE_RATIO: libraries switch between protocols, and such a time is not linear.
     """
     if size in times:
@@ -32,7 +32,7 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
         if not times:
             raise ValueError(f"no size is measured, and {wanted} are needed")
         ends = f"{show_size(min(times))} to {show_size(max(times))}"
-        raise ValueError(f"{wanted} are outside of the measured sizes, {ends}")
+        raise ValueError(f"{wanted} are outside the measured range, {ends}")
     if above > MAX_SIZE_RATIO * ROUNDED * below:
         raise ValueError(
             f"{size:,.10g} bytes are between the measured {below:,} and {above:,}, which are more "

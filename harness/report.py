@@ -346,7 +346,7 @@ def load(
         raise ValueError(f"{path}:{number} is not a line of a report: {error}") from None
     if report is None:
         raise ValueError(
-            f"{path} is empty or cut short; expected a report written by a script with --json PATH"
+            f"{path} is not a complete report; expected a file written by a script with --json PATH"
         )
     report.cases = list(cases.values())
     return report

@@ -239,7 +239,7 @@ def why_different(before: Sequence[str], now: Sequence[str]) -> str:
     if lacking:
         return f"its plan does not contain {'; '.join(lacking)}"
     if had != has:
-        return "its plan has more commands"
+        return "the earlier call had more commands"
     then, today = states_of_files(before), states_of_files(now)
     parts = [
         f"{file[1]} {'has changed' if file in today else 'no longer exists'}"

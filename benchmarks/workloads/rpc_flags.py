@@ -42,13 +42,13 @@ def add_rpc_flags(
         metavar="N",
         help="worker threads per process (default: its share of the cores, 2 to 16)",
     )
-    calls = "calls, except those that send gradients," if stragglers else "calls"
+    gradients = "; gradients have --straggler-timeout" if stragglers else ""
     add(
         "--rpc-timeout",
         type=time_limit,
         metavar="S",
-        help=f"{calls} fail after S seconds (default: twice --timeout, so hang detection acts "
-        "first)",
+        help="timeout of RPC calls (default: twice --timeout, so hang detection acts first)"
+        + gradients,
     )
     add(
         "--rpc-transports",
@@ -73,16 +73,16 @@ def add_rpc_flags(
             "--straggler-timeout",
             type=time_limit,
             metavar="S",
-            help="the case fails if a trainer waits S seconds for the reply to its gradients, "
-            "because another trainer's gradients are missing or the server is stuck (default: half "
-            "of --timeout; after --timeout the whole run would end)",
+            help="the case fails if a trainer waits longer than S seconds for the reply to its "
+            "gradients: another trainer's are missing, or the server is stuck (default: half of "
+            "--timeout; after --timeout the whole run would end)",
         )
     if server_device:
         add(
             "--server-device",
             choices=("auto", "cpu", "cuda"),
             default=server_device,
-            help=f"device of the servers; auto: that of --device (default: {server_device})",
+            help=f"device of the servers (default: {server_device}; auto: as --device)",
         )
 
 

@@ -147,7 +147,7 @@ def test_nothing_is_extrapolated(tmp_path: Path) -> None:
     assert rows["all_reduce"][-4:] == ["30.2", "1.5", "2.00", "1.58 to 2.50"]
     assert rows["all_reduce*"][1:4] == ["1", "4", "0.1"]
     assert rows["all_reduce*"][-3:] == rows["all_gather"][-3:] == ["-", "-", "-"]
-    what = "4 bytes are outside of the measured sizes, 1M to 3M"
+    what = "4 bytes are outside the measured range, 1M to 3M"
     lines = remarks(*paths, "--against", against)
     assert f"# not compared: all_reduce of dp, 2 of 6 calls: {what}" in lines
     assert "# not compared: all_gather of dp, 2 of 2 calls: it was not measured" in lines

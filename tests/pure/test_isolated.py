@@ -18,8 +18,8 @@ def test_interpolation_between_measured_sizes() -> None:
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (1023, "1023 bytes are outside of the measured sizes, 1K to 64K"),
-        (2**17, "128K bytes are outside of the measured sizes, 1K to 64K"),
+        (1023, "1023 bytes are outside the measured range, 1K to 64K"),
+        (2**17, "128K bytes are outside the measured range, 1K to 64K"),
         (2**13, "8,192 bytes are between the measured 4,096 and 65,536, which are more than a "),
     ],
 )

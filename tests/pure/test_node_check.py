@@ -270,7 +270,7 @@ def test_fit_needs_a_peer_or_a_limit() -> None:
     """A single rank, a single rank on a kind of device and a single link between nodes cannot be
     compared with anything. Without --min-busbw, neither can the all_reduce of a single node."""
     odd_one = cluster([[0, 1, 2]], ["k", "k", "m"])
-    alone = "rank 2 is the only one on m, without a limit such as --min-tflops"
+    alone = "rank 2, the only one on m, cannot be judged without --min-tflops"
     assert node_check.without_peer(odd_one) == alone
     busbw = odd_one._replace(limits={"matmul_fp32": 0, "all_reduce_inside": 1e9})
     assert node_check.without_peer(busbw) == alone
@@ -280,7 +280,7 @@ def test_fit_needs_a_peer_or_a_limit() -> None:
     assert node_check.not_judged(busbw, names) == []
     assert node_check.not_judged(cluster([[0, 1], [2, 3]], ["k"] * 4), NAMES) == []
     single = cluster([[0]], ["k"])
-    assert node_check.without_peer(single).startswith("there is one rank without a limit")
+    assert node_check.without_peer(single).startswith("a single rank cannot be judged")
     assert node_check.without_peer(single._replace(limits={"matmul_fp32": 1e12})) == ""
     pair = cluster([[0], [1]], ["k"] * 2)
     pair.teams["rail"] = [[0, 1]]

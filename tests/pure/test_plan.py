@@ -134,7 +134,10 @@ def test_differences_between_a_call_and_a_plan() -> None:
         plan.why_different([*begin, *mine], ["runs: 8", *begin[1:], *mine])
         == "its plan does not contain runs: 8"
     )
-    assert plan.why_different([*begin, *mine], [*begin[:2], *mine]) == "its plan has more commands"
+    assert (
+        plan.why_different([*begin, *mine], [*begin[:2], *mine])
+        == "the earlier call had more commands"
+    )
     edited = ["file of a: 12 x.py", "file of b: 22 x.py", "inherited variable G="]
     told = "x.py has changed, F was 1, is unset now, G was unset, is  now"
     assert plan.why_different([*begin, *mine], [*begin, *edited]) == told

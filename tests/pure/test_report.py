@@ -292,7 +292,7 @@ HEAD = json.dumps({"schema": SCHEMA, "benchmark": "x", "argv": [], "environment"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (HEAD, "is empty or cut short; expected a report written by a script"),
+        (HEAD, "is not a complete report; expected a file written by a script"),
         ('{"schema": "torchrun-bench/2"}\n', f"expected schema {SCHEMA}, got torchrun-bench/2"),
         (f'{{"schema": "{SCHEMA}"}}\n', "missing 2 required positional arguments: 'benchmark'"),
         (f"{HEAD}\n{HEAD}\n", ":2 is not a line of a report: another report starts here"),
