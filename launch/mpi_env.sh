@@ -114,15 +114,34 @@ export PET_NNODES=$((WORLD_SIZE / LOCAL_WORLD_SIZE)) PET_NODE_RANK=$((RANK / LOC
 export PET_MASTER_ADDR=$MASTER_ADDR PET_MASTER_PORT=$MASTER_PORT PET_RDZV_ID=$MASTER_PORT
 # as under torchrun, ranks on the same node share its cores
 if ((LOCAL_WORLD_SIZE > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
-if [[ ${names[0]} != PMI_RANK ]]; then exec "$@"; fi
+case ${names[0]} in PMI_RANK | OMPI_COMM_WORLD_RANK) ;; *) exec "$@" ;; esac
 
-# MPICH does not report which rank was killed, so this shell waits for the command and reports it.
-# Signals sent by mpirun reach both.
-trap : INT TERM
-status=0
-"$@" || status=$?
-if ((status > 128 && status != 130 && status != 143)); then
-    echo "mpi_env.sh: rank $RANK on $(hostname): SIG$(kill -l "$status")" >&2
-    kill -KILL $$ # mpirun terminates the other ranks after a signal, but not after an exit status
-fi
-exit "$status"
+# MPICH does not report which rank was killed, and Open MPI reports a rank that was killed because it
+# hung like one that ran out of memory. So a shell waits for the command, and reports how it ended.
+# Signals sent by mpirun reach both. Hang detection writes the reason into the file of a rank on the
+# same node before it kills that rank, which it recognizes by the environment of this shell.
+wait_and_report() {
+    trap : INT TERM
+    local status=0 folder=${TORCHELASTIC_ERROR_FILE%/*} hung=0
+    if ! (umask 077 && mkdir -p "$folder") || ! [[ -O ${folder%/*} ]]; then
+        unset TORCHELASTIC_ERROR_FILE
+    fi
+    "$@" || status=$?
+    if grep -qs '"HANG: ' "${TORCHELASTIC_ERROR_FILE:-}"; then hung=1; fi
+    if [[ -n ${TORCHELASTIC_ERROR_FILE:-} ]]; then rm -rf "$folder"; fi
+    rmdir "${folder%/*}" 2>/dev/null || true
+    if ((status > 128 && status != 130 && status != 143)); then
+        local how
+        how=SIG$(kill -l "$status")
+        if ((hung)); then how="ended because it hung" status=3; fi
+        echo "mpi_env.sh: rank $RANK on $(hostname): $how" >&2
+        if ((!hung)); then kill -KILL $$; fi
+    fi
+    if ((status == 3)) && [[ -z ${OMPI_COMM_WORLD_RANK:-} ]]; then
+        sleep 5 # the other ranks print their stacks
+        kill -KILL $$ # MPICH ends the other ranks after a signal, but not after an exit status
+    fi
+    exit "$status"
+}
+export TORCHELASTIC_ERROR_FILE=${TMPDIR:-/tmp}/mpi_env-$UID-$PPID/$LOCAL_RANK/error.json
+exec bash -c "$(declare -f wait_and_report); wait_and_report \"\$@\"" mpi_env.sh "$@"

@@ -84,7 +84,7 @@ def test_mpirun_on_a_third_host(lab: Lab, checkout: Path, launcher: str) -> None
         (MPICH, '[ "$RANK" = 0 ] || kill -KILL $$', "mpi_env.sh: rank 1 on node1: SIGKILL", 9),
         # Ctrl-C. Open MPI sends its ranks SIGTERM and, soon after, SIGKILL: on a busy machine
         # before a rank has handled the first one, so a rank cannot be expected to tell
-        (OPEN, '[ "$RANK" = 1 ] || { sleep 1; kill -INT $PPID; }', "", 1),
+        (OPEN, '[ "$RANK" = 1 ] || { sleep 1; kill -INT $(ps -o ppid= $PPID); }', "", 1),
     ],
 )
 def test_all_ranks_end_with_one(
@@ -95,4 +95,32 @@ def test_all_ranks_end_with_one(
     done = mpirun(lab, 1, launcher, ["-n", "2"], *command, cwd=checkout)
     assert done.returncode == status, done.stdout + done.stderr
     assert want in done.stdout + done.stderr
+    until(lambda: not lab.processes(1), 20, lambda: str(lab.processes(1)))
+
+
+STOPS = """
+import os, signal, torch
+
+calls = 0
+
+def loss(y):
+    global calls
+    calls += 1
+    if calls == 20 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return y.sum()
+
+def make(device):
+    return torch.nn.Linear(4, 4), torch.ones(2, 4), loss
+"""
+
+
+@pytest.mark.parametrize(("launcher", "status"), [(OPEN, 3), (MPICH, 9)])
+def test_a_rank_that_stops_is_killed(lab: Lab, checkout: Path, launcher: str, status: int) -> None:
+    (checkout / "stops.py").write_text(STOPS)
+    flags = ("--model", "stops:make", "--world-sizes", "2", "--timeout", "20")
+    command = [sys.executable, "benchmarks/ddp_sweep.py", *flags]
+    done = mpirun(lab, 1, launcher, ["-n", "2"], *command, cwd=checkout)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "mpi_env.sh: rank 1 on node1: ended because it hung\n" in done.stdout + done.stderr
     until(lambda: not lab.processes(1), 20, lambda: str(lab.processes(1)))

@@ -129,3 +129,19 @@ def test_the_command() -> None:
     assert variables(given)[-2:] == ["3", "7"]
     assert start(given, "printf", "%s|", "a b", "c'd", "").stdout == "a b|c'd||"
     assert start(given, "bash", "-c", "exit 130").returncode == 130
+
+
+HUNG = 'echo "{\\"message\\": \\"HANG: no progress\\"}" >"$TORCHELASTIC_ERROR_FILE"; '
+
+
+@pytest.mark.parametrize("launcher", [OPEN, INTEL])
+def test_a_rank_that_is_killed(launcher: str, tmp_path: Path) -> None:
+    """If hang detection has killed it, this is the last line. MPICH and Intel MPI end the other
+    ranks only after a signal."""
+    given = f"{launcher} {ADDRESS} MASTER_PORT=7 TMPDIR={tmp_path}"
+    name = f"mpi_env.sh: rank 0 on {socket.gethostname()}: "
+    for command, how in (("", "SIGKILL"), (HUNG, "ended because it hung")):
+        done = start(given, "bash", "-c", f"{command}kill -KILL $$")
+        assert done.stderr.splitlines()[-1] == name + how
+        assert done.returncode == (3 if command and launcher == OPEN else -9)
+        assert list(tmp_path.iterdir()) == []
