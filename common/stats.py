@@ -412,16 +412,3 @@ class Times:
             return Estimate(step - other)
         half = mean_half_width(step * np.log(both[0]) - other * np.log(both[1]))
         return Estimate(step - other, step - other - half, step - other + half)
-
-    def excess_ratio(self, part: str, divisor: str) -> Estimate:
-        """Return `excess_over` the part / `mean` of the divisor, which is above 0. Its interval is
-        over rounds, as in `excess_over`. Beyond 1 on either side it is dropped as uninformative."""
-        names = ("step", part, divisor)
-        step, other, unit = (mean_of_blocks(self.slowest(name), self.rounds) for name in names)
-        value = (step - other) / unit
-        blocks = [block_medians(self.slowest(name), self.rounds) for name in names]
-        logs = [np.log(medians) for medians in blocks if medians is not None]
-        if len(logs) < len(names):
-            return Estimate(value)
-        half = mean_half_width((step * logs[0] - other * logs[1]) / unit - value * logs[2])
-        return Estimate(value, value - half, value + half) if half <= 1 else Estimate(value)

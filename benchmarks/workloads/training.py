@@ -10,8 +10,10 @@ from common.stats import (
     MIN_ROUNDS,
     Estimate,
     Times,
+    block_medians,
     by_round,
     mean_half_width,
+    mean_of_blocks,
     percentiles,
     show_seconds,
 )
@@ -77,6 +79,21 @@ def mean_of_differences(samples: ArrayLike, rounds: Sequence[int]) -> Estimate:
     return Estimate(value, value - half, value + half)
 
 
+def excess_ratio(times: Times, part: str, divisor: str) -> Estimate:
+    """Return `Times.excess_over` the part / `mean` of the divisor, which is above 0. Its interval
+    is over rounds, as that of the excess. Beyond 1 on either side it is dropped as uninformative.
+    """
+    rows = [times.slowest(name) for name in ("step", part, divisor)]
+    step, other, unit = (mean_of_blocks(row, times.rounds) for row in rows)
+    value = (step - other) / unit
+    blocks = [block_medians(row, times.rounds) for row in rows]
+    logs = [np.log(medians) for medians in blocks if medians is not None]
+    if len(logs) < len(rows):
+        return Estimate(value)
+    half = mean_half_width((step * logs[0] - other * logs[1]) / unit - value * logs[2])
+    return Estimate(value, value - half, value + half) if half <= 1 else Estimate(value)
+
+
 def training_metrics(times: Times, samples_per_step: float) -> dict[str, Any]:
     """Return the metrics of a training step, by the slowest rank of each iteration.
 
@@ -116,5 +133,5 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     if alone is not None:
         metrics["communication_s"] = times.mean(alone)
         sends = metrics["communication_s"].value > 0
-        metrics["overlap"] = 1 - times.excess_ratio(local, alone) if sends else None
+        metrics["overlap"] = 1 - excess_ratio(times, local, alone) if sends else None
     return metrics
