@@ -139,7 +139,7 @@ def test_ratio_to_the_times_alone(tmp_path: Path) -> None:
 
 
 def test_nothing_is_extrapolated(tmp_path: Path) -> None:
-    """Calls outside of the measured sizes have a separate row without a ratio."""
+    """Calls outside the measured range have a separate row without a ratio."""
     against = scan(tmp_path / "c.jsonl", *all_reduces())
     tiny = collective("allreduce", 7000, 100, 1)
     paths = save_ranks(tmp_path, rank_of_two(0, tiny), rank_of_two(0, tiny), hosts=["vm", "vm"])

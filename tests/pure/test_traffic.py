@@ -221,8 +221,8 @@ def test_groups_of_one_rank_take_no_time() -> None:
         (
             [0, 1, 2, 3],
             {("dp", "all_gather", 9001): 1, ("dp", "all_gather", 20): 2},
-            "all_gather of 9,001 bytes (and 1 more): 8.79K bytes are outside of the measured "
-            "sizes, 1000 to 8.789K; measure it: torchrun --nproc-per-node 4 "
+            "all_gather of 9,001 bytes (and 1 more): 8.79K bytes are outside the measured "
+            "range, 1000 to 8.789K; measure it: torchrun --nproc-per-node 4 "
             "benchmarks/collectives.py --collective all_gather -d float32 -b 16 -e 16K ",
         ),
         # the same number of ranks, but two per node
