@@ -86,6 +86,7 @@ class Command:
         else:
             scripts = [path.resolve() for path in self.files.values()]
             is_recorded = any(ROOT in (path, path.parent.parent) for path in scripts)
+            is_recorded |= bool(plan.contents_in(self.folder.parent / plan.PLAN, self.name))
         if is_recorded:
             return ""
         return plan.unchecked(self.text, os.environ | self.variables)
@@ -160,6 +161,7 @@ class Command:
         if not problem and not was_interleaved:
             problem = "it was not interleaved; --interleave requires scripts of this project, with "
             problem += "rank 0 on this machine"
+        problem = problem or self.other_contents(self.report(number))
         problem = problem or self.environment_change(number)
         if status == 0 and not problem:
             return
@@ -179,6 +181,21 @@ class Command:
         except ValueError as error:
             return str(error)
         return None
+
+    def other_contents(self, path: Path) -> str | None:
+        """Why a report does not belong to this folder: other files of a module than in earlier
+        runs, even if their reports were removed. None if it does, or if it is not complete."""
+        try:
+            run = report.load(str(path), lambda _, case: case.samples_s.clear())
+        except ValueError:
+            return None
+        in_plan = self.folder.parent / plan.PLAN
+        if run.status != "complete" or not (
+            other := plan.record_contents(in_plan, self.name, run.contents)
+        ):
+            return None
+        what = f"{path} was measured with other contents of {cut(other)} than earlier runs"
+        return f"{what}; restore them and remove this report, or choose another --out"
 
     def environment_change(self, number: int) -> str | None:
         """How the environment of this run differs from that of other runs of the command; None if
@@ -234,6 +251,10 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
             file.write("\n".join(lines).encode(errors="surrogateescape"))
         elif why := plan.why_different(plan.read_lines(path), plan.split_lines(lines)):
             raise ValueError(f"{path} belongs to a different call: {why}; choose another --out")
+        for command in commands:
+            for done in filter(Path.is_file, sorted(command.folder.glob("*.jsonl"))):
+                if other := command.other_contents(done):
+                    raise ValueError(other)
         yield
 
 

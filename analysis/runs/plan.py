@@ -1,9 +1,9 @@
 """The plan of a call of ab.py: its commands, the files that they name, and inherited variables.
 
 OUT/plan.txt stores the plan. A later call in the same folder continues only if its plan is the
-same. What a command imports or calls is not in the plan: `unchecked` describes it, and reports of
-this project's scripts record it (`contents`). OUT/verdict.txt stores flags that may differ between
-calls, as given in the last call.
+same. What a command imports or calls is in the plan once reports have recorded it (`contents`), as
+those of this project's scripts do; otherwise `unchecked` describes it. OUT/verdict.txt stores flags
+that may differ between calls, as given in the last call.
 """
 
 import contextlib
@@ -20,11 +20,13 @@ from typing import NamedTuple
 from analysis.runs.verdicts import Design
 from harness import files
 from harness.cli import cut
+from harness.contents import differing
 from harness.report import shown, without_secrets
 
 PLAN, VERDICT = "plan.txt", "verdict.txt"  # files in OUT
 MAX_HASHED = 2**28  # bytes; of a larger file, the size and the time of modification are compared
 FILE = "file of "
+CONTENTS = "contents of "  # modules that the reports of a command record
 INHERITED = "inherited variable "
 MOST_NAMED = 6  # maximum number of differences in a message
 # Inherited variables that are not compared, because they differ between shells, sessions and jobs.
@@ -203,6 +205,26 @@ def edited(plan: Path, name: str, files: Mapping[str, Path]) -> list[str]:
     ]
 
 
+def record_contents(plan: Path, name: str, now: Mapping[str, str]) -> list[str]:
+    """Return the modules of a report of a command that differ from those in the plan. If none does,
+    add those that the plan lacks."""
+    known = contents_in(plan, name)
+    new = "".join(f"\n{CONTENTS}{name}: {now[x]} {x}" for x in now if x not in known)
+    other = differing(known, now)
+    if new and not other:
+        with plan.open("a") as file:
+            file.write(new)
+    return other
+
+
+def contents_in(plan: Path, name: str) -> dict[str, str]:
+    """Return the hashes of the modules of a command, by name; {} without a plan."""
+    start = f"{CONTENTS}{name}: "
+    lines = read_lines(plan) if plan.exists() else []
+    pairs = [line.removeprefix(start).partition(" ") for line in lines if line.startswith(start)]
+    return {module: digest for digest, _, module in pairs}
+
+
 def read_lines(plan: Path) -> list[str]:
     return plan.read_text(errors="surrogateescape").splitlines()
 
@@ -233,7 +255,7 @@ def why_different(before: Sequence[str], now: Sequence[str]) -> str:
 
     A file that is not in the plan is ignored, because a command may have created it.
     """
-    had = [line for line in before if not line.startswith((FILE, INHERITED))]
+    had = [line for line in before if not line.startswith((FILE, INHERITED, CONTENTS))]
     has = [line for line in now if not line.startswith((FILE, INHERITED))]
     lacking = [line for line in has if line not in had]
     if lacking:
