@@ -126,3 +126,52 @@ def test_each_rank_is_bound_to_its_own_cpus(
     given = f"{fake(tmp_path, 'taskset', shows)} LOCAL_RANK={ranks - 1} LOCAL_WORLD_SIZE={ranks}"
     done = start("bind_cores.sh", "python", "x.py", "a b", given=given)
     assert done.stdout + done.stderr == said
+
+
+SUMMARY = "  exitcode  : {} (pid: 4711)"  # as torchrun prints it
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "ended"),
+    [
+        (("# fit: 1 node, 8 ranks",), 0, 0),
+        (("# slow rank 1 on vm: matmul", "# not fit: rank 1 on vm", SUMMARY.format(1)), 1, 1),
+        (("# no verdict: other processes used 3 of 8 cores", SUMMARY.format(4)), 1, 0),
+        (("torchrun: error", SUMMARY.format(2)), 1, 1),
+    ],
+)
+def test_a_prolog_fails_unless_there_is_no_verdict(
+    lines: tuple[str, ...], status: int, ended: int, tmp_path: Path
+) -> None:
+    said = "\n".join(f"echo '{line}'" for line in lines)
+    fake(tmp_path, "torchrun", f"{said}\nexit {status}")
+    run = start(
+        "prolog.sh", given=f"CHECKOUT={ROOT} TORCHRUN={tmp_path}/torchrun PATH=/usr/bin:/bin"
+    )
+    assert run.returncode == ended, run.stderr
+    printed = [line for line in lines if line.startswith("# ") and "fit: 1 node" not in line]
+    assert run.stdout.splitlines() == printed
+
+
+@pytest.mark.parametrize(
+    ("status", "bad", "said"),
+    [
+        (0, "", "submitted train.sbatch"),
+        (1, "node007,node012", "submitted --exclude=node007,node012 train.sbatch"),
+        (1, "a,b,c,d,e", "not submitted: bad.txt excludes more than 4 hosts"),
+        (4, None, "not submitted: the nodes were not checked, or there is no verdict: status 4"),
+    ],
+)
+def test_a_job_is_submitted_without_the_bad_hosts(
+    status: int, bad: str | None, said: str, tmp_path: Path
+) -> None:
+    """A file of an earlier check does not count."""
+    (tmp_path / "bad.txt").write_text("old\n")
+    write = "" if bad is None else f"printf '{bad and bad + chr(10)}' >bad.txt"
+    check = f'if [ "$1" = --wait ]; then\n{write}\nexit {status}\nfi'
+    path = fake(tmp_path, "sbatch", f'{check}\necho submitted "$@"')
+    env = dict([path.split("=", 1)])
+    command = ["bash", str(ROOT / "launch" / "check_and_submit.sh"), "16", "train.sbatch"]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (run.stdout + run.stderr).strip() == said
+    assert run.returncode == (0 if said.startswith("submitted") else 1)
