@@ -30,7 +30,9 @@ import argparse
 import itertools
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ from benchmarks.workloads.room import check_room
 from common.groups import Group, Job, barrier_before_new_group, connect
 from common.stats import Estimate, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
-from common.timing import Step, Workload
+from common.timing import Collected, Step, Workload
 from harness.benchmark import Answer, Benchmark, Implausible, Key, Planned, Sentence
 from harness.environment import count_of, node_of_each
 from harness.report import UNCHECKED, Case
@@ -64,6 +66,10 @@ Groups = list[list[int]]  # the ranks of each group
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
 MAX_SIZES = 10_000  # per table
+EARLY = 1 / 4  # size of the first blocks of a case, as a fraction of the others
+VISITS = 2  # of a size whose interval is wide, with --total-seconds
+MIN_VISIT_S = 0.05  # shorter visits consist of overhead
+TIMED = 0.7  # share of a visit for the timing; the rest is for warming up and checking
 MAX_CALLS = 20  # per sample on CUDA, without -n
 SAMPLE_BYTES = 2**32  # limit on the bytes of a sample, without -n
 UNSURE = 0.5  # half-width of an interval, as a fraction of the time, beyond which it is too wide
@@ -195,6 +201,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also time each size while this collective runs in a second group, e.g. "
         "all_to_all:4M (default size: the same)",
     )
+    add(
+        "--total-seconds",
+        type=cli.positive_float,
+        metavar="S",
+        help="time for all sizes of a table: all of them share half of it, and those whose "
+        "intervals are still wide share the rest (default: --max-seconds for each)",
+    )
     expected_network.add_flag(parser)
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)
@@ -227,7 +240,8 @@ def other_collective(text: str) -> tuple[str, int]:
 def check_beside(args: argparse.Namespace, parser: cli.Parser) -> None:
     """Refuse flags that cannot be combined with --beside."""
     without = {"-G": args.cudagraph, "-I": args.per_iter_timing, "--limit": args.limit}
-    for flag, value in (without | {"--min-busbw": args.min_busbw}).items():
+    without |= {"--min-busbw": args.min_busbw, "--total-seconds": args.total_seconds}
+    for flag, value in without.items():
         if value:
             parser.error(f"{flag} cannot be used with --beside; leave one of them out")
     if "sendrecv" in args.collective:
@@ -392,9 +406,11 @@ def cycling(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Calla
 # [/core]
 
 
-def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workload:
+def build(
+    job: Job, args: argparse.Namespace, earlier: dict[int, Collected], key: Key, group: Group
+) -> Workload:
     """Call the collective on consecutive buffers, out of place and in place. With -G, a step is the
-    replay of a graph that contains the calls of a sample."""
+    replay of a graph that contains the calls of a sample. earlier: the samples of each size."""
     operation = OPERATIONS[key["collective"]]
     rank, n = dist.get_rank(group.workload), key["group_ranks"]
     part, calls = key["count"], key["calls"]
@@ -418,7 +434,12 @@ def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workloa
 
     step = steps.pop(operation.variants[0])
     return Workload(
-        step, steps, calls_per_sample=key["cudagraph"] or calls, facts=facts, launches=True
+        step,
+        steps,
+        calls_per_sample=key["cudagraph"] or calls,
+        facts=facts,
+        launches=True,
+        collected=earlier.setdefault(key["size_bytes"], Collected()),
     )
 
 
@@ -624,7 +645,8 @@ class ScanTable(Table):
 #        (B)   (elements){"":23}{units}{units} (time)"""
 
     def row(self, case: Case) -> str:
-        self.cases.append(case)
+        above = [] if self.cases else [self.header()]
+        self.cases = [other for other in self.cases if other.key != case.key] + [case]
         line = "{size_bytes:>12} {count:>12} {dtype:>8} {redop:>6} {root:>6}".format(**case.key)
         if "wrong" in case.metrics:  # it was measured
             for variant in VARIANTS:
@@ -636,7 +658,7 @@ class ScanTable(Table):
             line += f"  {case.metrics['efficiency'].value:.0%} of the limit"
         if case.key["caches"] == "warm":
             line += "  warm caches"
-        return f"{self.header()}\n{line}" if len(self.cases) == 1 else line
+        return "\n".join([*above, line])
 
 
 def cells_of(case: Case, variant: str, per_iter_timing: bool) -> str:
@@ -656,13 +678,18 @@ def cells_of(case: Case, variant: str, per_iter_timing: bool) -> str:
     return cells
 
 
+def width_of(case: Case) -> float | None:
+    """The relative half-width of the wider interval of the two variants; None without one."""
+    widths = [case.metrics[f"{variant}_time_s"].relative for variant in measured_variants(case)]
+    return None if None in widths else max(widths, default=None)
+
+
 def uncertainty(case: Case) -> str:
     """The half-width of the interval of the time, for the variant with the wider one. Adds a remark
     if the interval is too wide because the case ran out of time."""
-    widths = [case.metrics[f"{variant}_time_s"].relative for variant in measured_variants(case)]
-    width = math.inf if None in widths else max(widths)
-    cell = "-" if width == math.inf else f"{width:.1%}" if width < 1 else ">100%"
-    short = case.stop == "max-seconds" and width > UNSURE
+    width = width_of(case)
+    cell = "-" if width is None else f"{width:.1%}" if width < 1 else ">100%"
+    short = case.stop == "max-seconds" and (width is None or width > UNSURE)
     return f"{cell:>6}" + ("  imprecise" if short else "")
 
 
@@ -767,6 +794,51 @@ def answer_beside(cases: list[Case]) -> str:
     return f"{pair}: {cost}; one after the other, {case.metrics['in_turn_over_longer']:.2f} times"
 
 
+def measure(
+    bench: Benchmark,
+    args: argparse.Namespace,
+    cases: Sequence[Planned],
+    groups: Groups,
+    members: Sequence[int],
+) -> None:
+    """Measure the cases of a table. With --total-seconds, they share half of this time, and those
+    whose intervals are still wide share the rest. Their rows are printed at the end."""
+    earlier: dict[int, Collected] = {}
+    make, fill_in = partial(build, bench.job, args, earlier), partial(derive, args, groups)
+    if args.beside:
+        make, fill_in = partial(build_beside, bench.job, args, groups), partial(derive_beside, args)
+    # a case with a narrow interval ends after its first six blocks
+    rule = bench.rule if args.iters or args.beside else replace(bench.rule, early=EARLY)
+    begun, wide = time.monotonic(), list(cases)
+    for visit in range(VISITS if args.total_seconds else 1):
+        now, wide = wide, []
+        for number, planned in enumerate(now):
+            if args.total_seconds:
+                end_s = begun + args.total_seconds * (visit + 1) / VISITS
+                share_s = (end_s - time.monotonic()) / (len(now) - number)
+                seconds = bench.job.broadcast(min(TIMED * share_s, args.max_seconds))
+                if visit and seconds < MIN_VISIT_S:
+                    break
+                rule = replace(rule, max_seconds=max(seconds, MIN_VISIT_S), patience=1)
+            case = bench.measure(
+                planned.key,
+                planned.name,
+                make,
+                fill_in,
+                ranks=members,
+                subgroups=groups,
+                rule=rule,
+                again=visit > 0,
+                shown=not args.total_seconds,
+            )
+            is_wide = case and not (case.failed or bench.report.is_earlier(case))
+            if case and is_wide and (width := width_of(case)) is not None:
+                is_wide = width > rule.target_ci
+            if args.total_seconds and bench.job.broadcast(is_wide):
+                wide.append(planned)
+    bench.show_measured()
+
+
 def main() -> int:
     args = parse_args()
     with Benchmark("collectives", args) as bench:
@@ -781,9 +853,6 @@ def main() -> int:
         reasons = {title: unsupported(cases[0].key, job) for title, cases in tables.items()}
         bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})
         members = sorted(itertools.chain(*groups))
-        make, fill_in = partial(build, job, args), partial(derive, args, groups)
-        if args.beside:
-            make, fill_in = partial(build_beside, job, args, groups), partial(derive_beside, args)
         measured: dict[str, list[Case]] = {}
         answer_of_table: Answer = answer_beside if args.beside else partial(answer, args.limit)
         for title, cases in tables.items():
@@ -793,12 +862,11 @@ def main() -> int:
                 columns = COLUMNS_BESIDE
                 printed = Table(columns)
             with bench.begin_table(title, columns, answer_of_table, printed) as table:
-                measured[title] = table.cases
                 if reasons[title]:
                     bench.print(f"# n/a: {reasons[title]}")
                     continue
-                for name, _, key in cases:
-                    bench.measure(key, name, make, fill_in, ranks=members, subgroups=groups)
+                measure(bench, args, cases, groups, members)
+            measured[title] = table.cases
         problem = expected_network.unexpected(bench.networks, args.expect_network)
         if problem and bench.is_first:
             bench.fail(problem)

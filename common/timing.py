@@ -28,7 +28,20 @@ MIN_SAMPLES = 6  # fewer give no 95% interval of a median
 LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
 HOST_AHEAD_S = 5e-3  # a full launch queue (about 1,000 kernels) keeps the device busy for this long
+EARLY_BLOCK = 25  # minimum iterations of an early block: see StopRule.early
 LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
+
+
+@dataclass
+class Collected:
+    """The samples of a case on this rank, to which each loop over its workload adds."""
+
+    # seconds of each step that this rank takes part in
+    samples_s: dict[str, list[float]] = field(default_factory=dict)
+    launching_s: dict[str, float] = field(default_factory=dict)
+    rounds: list[int] = field(default_factory=list)  # iterations of each round
+    # Times of the step, [rows][iterations], for the stop rule. Valid on the group's first rank.
+    step_s: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,8 @@ class Workload:
     # Steps that --profile runs instead of the step and its parts.
     profiled: Mapping[str, Step] = field(default_factory=dict)
     timed: Times | None = None  # the times of a case that times itself, without the loop
+    # Given by a script that measures a case again, so that its earlier samples count as well
+    collected: Collected = field(default_factory=Collected)
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,9 @@ class StopRule:
     # nothing is heard of a rank within a block, so a long one could look like a hang
     longest_block_s: float = 75.0
     full_warmup: bool = False  # True: run all warm-up iterations, however long they take
+    # Size of the first MIN_ROUNDS blocks as a fraction of the others, so that a narrow interval is
+    # noticed early. Fewer than EARLY_BLOCK samples would show too little of their autocorrelation.
+    early: float = 1.0
     patience: float = 1.25  # limit of a case that lacks an interval, as a multiple of max_seconds
 
 
@@ -121,13 +139,12 @@ class TimedLoop:
         if workload.returned:
             self.steps[STEP] = lambda: self.returned.append(workload.step())
         self.returned: list[Any] = []  # values of the step since the block began
-        # seconds of each step that this rank takes part in
-        self.samples_s: dict[str, list[float]] = {n: [] for n, step in self.steps.items() if step}
-        self.launching_s: dict[str, float] = {}
-        self.rounds: list[int] = []  # iterations of each round
+        self.collected = workload.collected
+        self.samples_s, self.rounds = self.collected.samples_s, self.collected.rounds
+        for name in [name for name, step in self.steps.items() if step]:
+            self.samples_s.setdefault(name, [])
+        self.launching_s = self.collected.launching_s
         self.values: list[Any] = []  # that the timed calls of the step returned
-        # Times of the step, [rows][iterations], for the stop rule. Valid on the group's first rank.
-        self.step_s: list[list[float]] = []
 
     def run(self) -> Times:
         """Warm up, and time rounds until the stop rule is reached. All members of the group call
@@ -141,8 +158,11 @@ class TimedLoop:
         start = perf_counter()
         try:
             while not stop:
-                self.time_round(block)
-                stop = self.check_stop_rule(block, perf_counter() - start)
+                length = int(block * self.rule.early)
+                if len(self.rounds) >= MIN_ROUNDS or length < EARLY_BLOCK:
+                    length = block
+                self.time_round(length)
+                stop = self.check_stop_rule(length, perf_counter() - start)
                 if self.rule.iters:  # the last block may be shorter
                     block = max(1, min(block, self.rule.iters - len(self.samples_s[STEP])))
         finally:
@@ -211,10 +231,10 @@ class TimedLoop:
         `iteration_times` that are reported later."""
         newest, aligned = self.samples_s[STEP][-block:], self.workload.aligned
         rows = [self.slowest_rank(newest)] if aligned else self.each_rank(newest)
-        self.step_s = self.step_s or [[] for _ in rows]
-        for row, new in zip(self.step_s, rows, strict=True):
+        step_s = self.collected.step_s = self.collected.step_s or [[] for _ in rows]
+        for row, new in zip(step_s, rows, strict=True):
             row += new
-        slowest_s = self.step_s[0] if aligned else iteration_times(self.step_s, aligned).tolist()
+        slowest_s = step_s[0] if aligned else iteration_times(step_s, aligned).tolist()
         rounds, compared = len(self.rounds), bool(self.workload.compared)
         reached = rule_reached(slowest_s, rounds, spent_s, self.rule, compared)
         return self.group.broadcast(reached)

@@ -216,6 +216,7 @@ class Benchmark:
         self.measured: list[Key] = []
         self.modules: dict[str, str] = {}  # hashes of those imported when the report was opened
         self.attempts = 0  # number of cases and rehearsals so far
+        self.unshown: dict[str, tuple[Case, list[str]]] = {}  # by name, with observers' lines
         self.done: list[Key] = []  # cases of a resumed report that need not be measured again
         # the network of each rank, e.g. `IB (8 devices)`, on rank 0; set by an observer
         self.networks: list[str] = []
@@ -379,16 +380,20 @@ class Benchmark:
         ranks: Sequence[int] | None = None,
         subgroups: Sequence[Sequence[int]] | None = None,
         rule: StopRule | None = None,
+        again: bool = False,
+        shown: bool = True,
     ) -> Case | None:
         """Measure a case, or print it if the resumed report has it. All ranks of the job call this
         with the same arguments. Returns the case on rank 0, None on other ranks.
 
         ranks: of the case; None for all. subgroups: a partition of them; the subgroups do the same
-        work concurrently, each in its own process group. rule: None for that of the flags.
+        work concurrently, each in its own process group. rule: None for that of the flags. again:
+        whether the case replaces one that this run has measured. shown: False to print the row
+        later, by `show_measured`.
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         key = self.complete_key(key, len(ranks))
-        if key in self.measured:
+        if key in self.measured and not again:
             raise ValueError(f"expected a new key for each case, got {key} twice")
         if key in self.done:
             earlier = self.report.find(key)  # None on other ranks
@@ -416,7 +421,16 @@ class Benchmark:
         align_group_names(self.job)
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(*unwritten)
+        if not shown:
+            self.unshown[name] = case, lines
+            return case if results else None
         return self.show(case, lines) if results else None
+
+    def show_measured(self) -> None:
+        """Print the rows of the cases that were not shown."""
+        for case, lines in self.unshown.values():
+            self.show(case if self.is_first else None, lines)
+        self.unshown.clear()
 
     def rehearse(self, label: str, run: Callable[[Group], object]) -> int | None:
         """Run a function on all ranks in the groups of a case, with one for `default_group`. If it

@@ -1,5 +1,6 @@
 """collectives.py under torchrun. tests/pure/test_collectives.py tests its arithmetic."""
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,24 @@ def test_groups_a_limit_and_a_lower_bound(bench: Callable[..., Any]) -> None:
     assert "# all_gather float16, 0,3/1,2 (2 ranks)" in run.out
     assert "% of the limit" in run.out
     assert "is below 90% of --min-busbw 1e+09" in run.err
+
+
+@pytest.mark.smoke
+def test_sizes_share_a_total_time(bench: Callable[..., Any]) -> None:
+    """No interval is as narrow as 1e-6, so each size is visited twice, and its samples add up."""
+    limits = ("--total-seconds", "100", "--max-seconds", "0.5", "--target-ci", "1e-6")
+    run = bench(SCRIPT, "-b", "8", "-e", "32", *limits)
+    assert run.status == 0, run.err
+    lines = run.path.read_text().splitlines()
+    visits = [json.loads(line) for line in lines if '"key"' in line]
+    assert [v["key"]["size_bytes"] for v in visits] == [8, 16, 32, 8, 16, 32]
+    for first, second in zip(visits[:3], visits[3:], strict=True):
+        count = len(first["samples_s"]["step"][0])
+        assert second["samples_s"]["step"][0][:count] == first["samples_s"]["step"][0]
+        assert len(second["samples_s"]["out_of_place"][1]) == sum(second["rounds"]) > count
+    rows = re.findall(r"^ +(\d+) +\d+ +float32", run.out, re.M)
+    assert rows == ["8", "16", "32"]  # each once, with the samples of both visits
+    assert len(run.report.cases) == 3
 
 
 @pytest.mark.smoke

@@ -192,5 +192,7 @@ def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
     counts = [len(str(case.key.get("settings", "")).split(", ")) for case in doubtful]
     timed = [timed_s(case) / count for case, count in zip(doubtful, counts, strict=True)]
     seconds = f"--max-seconds {math.ceil(4 * max(args.max_seconds, *timed))}"
-    # in node_check.py, a case ends with its share of the budget, too
-    return f"--budget {4 * args.budget:g} {seconds}" if hasattr(args, "budget") else seconds
+    # in node_check.py and collectives.py, a case ends with its share of a budget, too
+    budgets = [name for name in ("budget", "total_seconds") if getattr(args, name, None)]
+    more = [f"--{name.replace('_', '-')} {4 * getattr(args, name):g}" for name in budgets]
+    return " ".join([*more, seconds])

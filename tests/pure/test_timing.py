@@ -172,6 +172,28 @@ def test_blocks_alternate_in_reversed_order_with_a_barrier_before_each(
     assert times.returned[0][:4] == [3, 4, 6, 7]  # of timed calls only
 
 
+def test_the_first_blocks_are_short_if_the_rule_says_so_and_loops_add_up(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 rounds of 1 ms fill 1.452 s with blocks of 120, a quarter of which is 30. With 99 instead,
+    a quarter, 24, is too short for an early block. The second loop continues the first one."""
+    monkeypatch.setattr(timing, "time_block", lambda step, iters, *_: ([1e-3] * iters, 0.0))
+    seen = Mock(side_effect=[""] * 7 + ["max-seconds"] + ["target-ci"])
+    monkeypatch.setattr(timing, "rule_reached", seen)
+    collected = timing.Collected()
+    work = Workload(lambda: None, collected=collected)
+    rule = replace(FULL, max_seconds=12 * 0.121, early=0.25)
+    assert list(TimedLoop(work, group, CPU, rule).run().rounds) == [30] * 6 + [120] * 2
+    times = TimedLoop(work, group, CPU, replace(rule, max_seconds=12 * 0.1)).run()
+    assert list(times.rounds) == [30] * 6 + [120] * 2 + [99]
+    assert times.each().shape == (1, 519)
+    assert len(seen.call_args.args[0]) == 519  # the stop rule sees all samples
+    assert seen.call_args.args[1] == 9
+    short = replace(rule, max_seconds=12 * 0.1)
+    seen.side_effect = ["iters"]
+    assert list(TimedLoop(Workload(lambda: None), group, CPU, short).run().rounds) == [99]
+
+
 def test_windows_and_blocks_are_counted_in_samples(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
