@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Is the training input-bound, and how many DataLoader workers does it need?
 
-The script trains a model on images under DDP in alternating blocks: with batches from a DataLoader,
-and with one resident batch that stays on the device. In a third kind of block it fetches batches
-without training.
+The script trains a model under DDP in alternating blocks: with batches from a DataLoader, and with
+one resident batch that stays on the device. In a third kind of block it fetches batches without
+training. The dataset consists of images, or is your own.
 
     step              a training step with the next batch from the loader
     resident          the same step with the resident batch, while the workers are idle
@@ -22,12 +22,15 @@ and the workers receive no further work, so that a block with the loader starts 
     torchrun --nproc-per-node 2 benchmarks/input_sweep.py
     torchrun --nproc-per-node 8 benchmarks/input_sweep.py --data /scratch/imagenet/train \\
         --workers 2,4,8,16 --json report.jsonl
+    torchrun --nproc-per-node 8 benchmarks/input_sweep.py --model package.module:function \\
+        --dataset package.module:function
 
-Without --data the script generates JPEG files in TMPDIR and removes them at the end.
+Without --data and --dataset the script generates JPEG files in TMPDIR and removes them at the end.
 docs/input_sweep.md explains the table. Written for this project, BSD-3-Clause.
 """
 
 import argparse
+import dataclasses
 import io
 import itertools
 import math
@@ -38,7 +41,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing import get_all_start_methods, parent_process, set_forkserver_preload
 from multiprocessing.util import get_temp_dir
@@ -56,10 +59,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from benchmarks.workloads.check import compare_replicas, digest, verdict
 from benchmarks.workloads.folders import remove_at_end
+from benchmarks.workloads.own_model import (
+    Optimize,
+    Trial,
+    is_own,
+    make_dataset,
+    make_own,
+    try_on_all,
+    without_rate,
+)
+from benchmarks.workloads.process_settings import around_case
 from benchmarks.workloads.training import LATE, late_ranks, slowest_ranks, training_metrics
 from common.groups import Group, Job
 from common.stats import Times, drop_wide_interval
@@ -80,11 +93,17 @@ FROM_DEVICE = 0.9  # minimum share of bytes read from the device in a cold case
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
-    add(
+    data = parser.add_mutually_exclusive_group().add_argument
+    data(
         "--data",
         metavar="PATH",
         help="folder with images in class folders, as ImageFolder reads it (default: generate "
         "images)",
+    )
+    data(
+        "--dataset",
+        metavar="NAME",
+        help="package.module:function that returns a dataset, or a dataset and a collate function",
     )
     add(
         "--samples",
@@ -104,9 +123,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--cache",
         type=caches,
-        default=["warm", "cold"],
         metavar="C",
-        help="read files from the page cache (warm) or from the device (cold) (default: both)",
+        help="read files from the page cache (warm) or from the device (cold) (default: both; with "
+        "--dataset only warm)",
     )
     add(
         "--prefetch",
@@ -125,13 +144,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"start method of worker processes: {', '.join(methods)} (default: forkserver)",
     )
     default = cli.PerDevice("resnet50", "mobilenet_v3_small")
-    add("--model", default=default, metavar="NAME", help="torchvision model (default: %(default)s)")
+    add(
+        "--model",
+        default=default,
+        metavar="NAME",
+        help="torchvision model or package.module:function (default: %(default)s)",
+    )
     add(
         "--batch-size",
         type=positive_int,
-        default=cli.PerDevice(32, 8),
         metavar="N",
-        help="batch size per rank (default: %(default)s)",
+        help="batch size per rank (default: 32 on CUDA, 8 on the CPU)",
     )
     add(
         "--image-size",
@@ -145,13 +168,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     import torchvision  # takes seconds to import, so not before the first lines of output
 
     known = torchvision.models.list_models(module=torchvision.models)
-    if ":" in args.model:  # as in other scripts
+    if is_own(args.model) and not args.dataset:
         parser.error(
-            f"--model: expected a torchvision model, got {args.model!r}, your own: this script "
-            "reads images only; put your step and your dataset into examples/input_wait.py, which "
-            "measures how long they wait"
+            f"--model {args.model} requires --dataset package.module:function, which returns its "
+            "dataset; examples/input_wait.py is a loop for any other loader"
         )
-    if args.model not in known:
+    if is_own(args.model) and args.batch_size:
+        parser.error(f"--batch-size cannot be used with {args.model}, which defines its own batch")
+    if args.dataset and "cold" in (args.cache or ()):
+        parser.error("--cache cold requires images, whose files are known; leave out --cache")
+    args.cache = args.cache or (["warm"] if args.dataset else ["warm", "cold"])
+    args.batch_size = args.batch_size or (32 if cli.on_cuda(args.device) else 8)
+    if not is_own(args.model) and args.model not in known:
         hint = cli.suggest(args.model, known) or f"; e.g. {known[0]}"
         parser.error(f"--model: unknown model '{args.model}'{hint}")
     return args
@@ -161,16 +189,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # [core]
 
 Files = list[tuple[str, int]]  # path and class of each image
-Batch = tuple[Tensor, Tensor]  # images [batch, 3, H, W] and classes [batch], on the device
 PIXELS_MEAN, PIXELS_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 class Images(Dataset[Any]):
-    """Image files, decoded by Pillow and augmented as for training on ImageNet.
-
-    A sample is (image, class, ticket). The ticket, int64 [3], holds the index of the sample, the
-    PID of the process that loaded it, and the size of its file in bytes.
-    """
+    """Image files, decoded by Pillow and augmented as for training on ImageNet. A sample is (image,
+    class)."""
 
     def __init__(self, files: Files, pixels: int, cold: bool = False) -> None:
         """pixels: width and height after the crop. cold: read files from the device."""
@@ -189,10 +213,11 @@ class Images(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int, Tensor]:
-        path, target = self.files[index]
-        ticket = torch.tensor([index, os.getpid(), os.path.getsize(path)])
-        return self.augment(self.content(index)), target, ticket
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.augment(self.content(index)), self.files[index][1]
+
+    def size_bytes(self, index: int) -> int:
+        return os.path.getsize(self.files[index][0])
 
     def content(self, index: int) -> Tensor:
         """The decoded image, uint8 [3, H, W]. Raises ValueError if it cannot be decoded."""
@@ -208,6 +233,42 @@ class Images(Dataset[Any]):
             return pil_to_tensor(pil_loader(path))
         except OSError as error:
             raise ValueError(f"{path} is not an image: {type(error).__name__}") from None
+
+
+class Ticketed(Dataset[Any]):
+    """The samples of a dataset, each with a ticket, int64 [3]: the index of the sample, the PID of
+    the process that loaded it, and the size of its file in bytes; 0 if that is unknown."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> None:
+        self.dataset, self.collate_samples = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, list[int]]:
+        size = self.dataset.size_bytes(index) if isinstance(self.dataset, Images) else 0
+        return self.dataset[index], [index, os.getpid(), size]
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Tensor]:
+        """Return a batch and its tickets, [batch, 3]."""
+        values, tickets = zip(*samples, strict=True)
+        return self.collate_samples(list(values)), torch.tensor(tickets)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors in a batch of nested tuples, lists, dicts, and objects with `.to`."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if hasattr(value, "to"):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: to_device(entry, device) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        moved = [to_device(entry, device) for entry in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**to_device(vars(value), device))
+    return value
 
 
 def end_with_rank(worker: int) -> None:
@@ -252,7 +313,7 @@ class Feed:
 
     def __init__(
         self,
-        dataset: Images,
+        dataset: Ticketed,
         batch_size: int,
         rank: int,
         ranks: int,
@@ -265,7 +326,11 @@ class Feed:
         self.epoch_samples = math.ceil(len(dataset) / ranks)  # per rank, including padding
         self.indices = Batches(sampler, batch_size)
         self.loader: DataLoader[Any] | None = DataLoader(
-            dataset, batch_sampler=self.indices, pin_memory=device.type == "cuda", **options
+            dataset,
+            batch_sampler=self.indices,
+            collate_fn=dataset.collate,
+            pin_memory=device.type == "cuda",
+            **options,
         )
         self.running: Iterator[Any] | None = None  # None while paused
         self.seen = torch.zeros(len(dataset), dtype=torch.int32)  # by sample, in the first epoch
@@ -273,22 +338,21 @@ class Feed:
         self.processes: set[int] = set()  # PIDs of the processes that loaded them
         self.read_bytes = 0  # size of their files
 
-    def next(self) -> Batch:
+    def next(self) -> Any:
         """The next batch, on the device. Starts the workers or resumes their work."""
         if self.running is None:
             assert self.loader is not None
             self.running = iter(self.loader)
         try:
-            images, targets, tickets = next(self.running)
+            batch, tickets = next(self.running)
         except (ConnectionError, EOFError) as error:  # a worker died while it sent a batch
             time.sleep(1)  # torch's signal handler raises, too; later that would end the run
             raise RuntimeError(f"DataLoader worker exited unexpectedly: {error}") from None
         self.record(tickets)
-        images = images.to(self.device, non_blocking=True)
-        return images, targets.to(self.device, non_blocking=True)
+        return to_device(batch, self.device)
 
     def record(self, tickets: Tensor) -> None:
-        """Count the samples of a batch. tickets: [batch, 3], see Images."""
+        """Count the samples of a batch. tickets: [batch, 3], see Ticketed."""
         indices, processes, sizes = tickets.unbind(1)
         in_first_epoch = max(0, self.epoch_samples - self.samples)
         self.seen += torch.bincount(indices[:in_first_epoch], minlength=len(self.seen))
@@ -301,7 +365,7 @@ class Feed:
         if self.running is None:
             return
         self.indices.paused = True
-        for _, _, tickets in self.running:
+        for _, tickets in self.running:
             self.record(tickets)
         self.indices.paused = False
         self.running = None
@@ -394,19 +458,51 @@ def prepare_files(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, st
 class Facts(NamedTuple):
     """The facts of a rank, after the timing."""
 
-    from_device: float  # share of the bytes read that came from the device
+    from_device: float | None  # share of the bytes read that came from the device, if known
     problem: str | None  # with the samples of the first epoch
     digest: str  # of the parameters
 
 
-def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
-    """The workload of a rank: training with the loader; as parts, with a resident batch and the
-    loader without training."""
-    import torchvision
+def make_step(key: Key, files: Files, job: Job, group: Group) -> tuple[nn.Module, Any]:
+    """A model under DDP, and its training step on a batch."""
+    make_optimizer: Optimize = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    if is_own(key["model"]):
+        own = make_own(key["model"], job.device)
+        model, make_optimizer = own.model, own.optimizer or make_optimizer
 
+        def loss_of(batch: Any) -> Tensor:
+            if isinstance(batch, Mapping):
+                return own.loss(ddp(**batch))
+            return own.loss(ddp(*(batch if isinstance(batch, (tuple, list)) else (batch,))))
+    else:
+        import torchvision
+
+        classes = 1 + max((target for _, target in files), default=0)
+        model = torchvision.models.get_model(key["model"], num_classes=max(1000, classes))
+
+        def loss_of(batch: Any) -> Tensor:
+            images, targets = batch
+            return nn.functional.cross_entropy(ddp(images), targets)
+
+    ddp = DistributedDataParallel(model.to(job.device), process_group=group.workload)
+    optimizer = make_optimizer(ddp.parameters())
+    if is_own(key["model"]):
+        without_rate(optimizer)  # the weights stay finite, whatever the loss is
+
+    def train(batch: Any) -> None:
+        optimizer.zero_grad()
+        loss_of(batch).backward()
+        optimizer.step()
+
+    return ddp, train
+
+
+def build(job: Job, files: Files, own: Ticketed | None, key: Key, group: Group) -> Workload:
+    """The workload of a rank: training with the loader; as parts, with a resident batch and the
+    loader without training. own: the user's dataset; None for images."""
     torch.manual_seed(job.rank)
     workers = key["workers"]
-    dataset = Images(files, key["image_size"], cold=key["cache"] == "cold")
+    dataset = own or Ticketed(Images(files, key["image_size"], cold=key["cache"] == "cold"))
     options: dict[str, Any] = {"num_workers": workers}
     if workers:  # DataLoader refuses these options without workers
         options["persistent_workers"] = True
@@ -417,17 +513,7 @@ def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
     resident = feed.next()
     feed.pause()
     before = bytes_read(feed)
-
-    classes = 1 + max(target for _, target in files)
-    model = torchvision.models.get_model(key["model"], num_classes=max(1000, classes))
-    ddp = DistributedDataParallel(model.to(job.device), process_group=group.workload)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
-
-    def train(batch: Batch) -> None:
-        images, targets = batch
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(ddp(images), targets).backward()
-        optimizer.step()
+    model, train = make_step(key, files, job, group)
 
     def step() -> None:
         train(feed.next())
@@ -439,7 +525,9 @@ def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
     def facts() -> Facts:
         total, from_device = bytes_read(feed)
         total_before, from_device_before = before
-        share_from_device = (from_device - from_device_before) / (total - total_before)
+        share_from_device = None
+        if total > total_before:
+            share_from_device = (from_device - from_device_before) / (total - total_before)
         feed.close()
         seen = feed.seen.clone()
         dist.all_reduce(seen, group=group.control)
@@ -492,7 +580,8 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     m["loader_samples_per_s"] = samples / loader
     m["training_samples_per_s"] = samples / resident
     m["workers_needed"] = drop_wide_interval(loader * max(1, key["workers"]) / resident)
-    m["from_device"] = facts[0].from_device
+    if facts[0].from_device is not None:
+        m["from_device"] = facts[0].from_device
     if late := late_ranks(times.each("loader"), times.rounds, LATE * loader.value):
         m["late_ranks"], m["late_wait_s"] = late
     problems = [fact.problem for fact in facts if fact.problem]
@@ -569,11 +658,15 @@ def name_of(args: argparse.Namespace, key: Key) -> str:
     return ", ".join(words).replace("cache ", "").replace("_", " ")
 
 
-def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
-    """A case for each combination of the loader's settings."""
+def plan(args: argparse.Namespace, ranks: int, own: Trial | None = None) -> list[Planned]:
+    """A case for each combination of the loader's settings. own: the trial of your own model."""
     fixed = ("model", "batch_size", "image_size")
     shared = {name: getattr(args, name) for name in fixed}
-    shared["data"] = args.data or f"{args.samples} of {FILE_PIXELS} px"
+    shared["data"] = args.data or args.dataset or f"{args.samples} of {FILE_PIXELS} px"
+    if args.dataset:
+        shared["image_size"] = None
+    if own and own.communicates:
+        shared["communicates"] = True
     cases: list[Planned] = []
     for values in itertools.product(*(getattr(args, name) for name in LISTS)):
         key = shared | dict(zip(LISTS, values, strict=True))
@@ -587,19 +680,34 @@ def main() -> int:
     modules = ["torchvision.datasets.folder", "torchvision.transforms.v2", "harness.benchmark"]
     set_forkserver_preload(modules)
     with Benchmark("input_sweep", args) as bench:
-        images = f"images of {args.data}" if args.data else "generated images"
+        job = bench.job
+        bench.around_case = partial(around_case, bench)
+        bench.communicates = lambda key: "communicates" in key
+        own = None
+        if is_own(args.model):
+            trials = try_on_all(bench, [args.model], job.rank, job.world_size, idle_allowed=False)
+            own = trials[args.model]
+            if own.samples is None:
+                why = "the number of samples in its batch, the batch size of the loader, is unknown"
+                bench.refuse(f"--model {args.model}: {why}; state it as `samples`")
+            args.batch_size = own.samples
+        images = f"images of {args.data}" if args.data else args.dataset or "generated images"
         title = f"{args.model}, batch size {args.batch_size}, {images}"
-        title += f", page cache {' and '.join(args.cache)}"
-        cases = plan(args, bench.job.world_size)
+        if not args.dataset:
+            title += f", page cache {' and '.join(args.cache)}"
+        dataset = None
+        if args.dataset:
+            dataset = bench.prepare("--dataset", lambda: Ticketed(*make_dataset(args.dataset)))
+        cases = plan(args, job.world_size, own)
         bench.announce({title: cases})
         if any(args.workers):
             bench.prepare("TMPDIR", make_socket_folder)
-        files, folder = prepare_files(bench, args)
+        files, folder = ([], "") if dataset else prepare_files(bench, args)
         cores = len(os.sched_getaffinity(0))
-        answer_of_node = partial(answer, bench.job.local_world_size, cores)
-        layout, make = Table(COLUMNS, WIDEST), partial(build, bench.job, files)
+        answer_of_node = partial(answer, job.local_world_size, cores)
+        layout, make = Table(COLUMNS, WIDEST), partial(build, job, files, dataset)
         bench.run(title, cases, COLUMNS, make, derive, answer_of_node, layout=layout)
-        if folder and bench.job.local_rank == 0:
+        if folder and job.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return bench.status
 

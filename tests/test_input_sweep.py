@@ -68,6 +68,75 @@ def test_a_cold_folder_of_the_user(bench: Callable[..., Any], tmp_path: Path) ->
     assert (case.metrics["from_device"] < FROM_DEVICE) == ("# not cold: " in run.out)
 
 
+OWN = """
+import torch
+from torch import nn
+from tests.communicating_models import Sum
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 25
+
+    def __getitem__(self, index):
+        return {"x": torch.full((16,), float(index)), "y": index % 4}
+
+class Net(nn.Linear):
+    def forward(self, x, y):
+        assert x.shape == (6, 16) and not (x == 1).all()  # a batch of the dataset
+        return nn.functional.cross_entropy(super().forward(x), y)
+
+class Together(Net):
+    def forward(self, x, y):
+        return super().forward(Sum.apply(x, None), y)
+
+def rows():
+    return Rows()
+
+def pairs():
+    return Rows(), pair
+
+def pair(samples):
+    return torch.stack([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples])
+
+def net(device, kind="Net"):
+    x, y = torch.full((6, 16), 2.0, device=device), torch.zeros(6, dtype=int, device=device)
+    return globals()[kind](16, 4).to(device), {"x": x, "y": y}, lambda loss: loss
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("model", "dataset"), [("net", "rows"), ("net", "pairs"), ("net?kind=Together", "rows")]
+)
+def test_a_users_model_and_dataset(
+    bench: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    dataset: str,
+) -> None:
+    """Batches are dicts of arguments or tuples, of 6 samples as in the batch of the function. The
+    default start method imports the dataset in the workers."""
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    flags = ("--model", f"mine:{model}", "--dataset", f"mine:{dataset}", "--workers", "0,1")
+    run = bench(SCRIPT, *flags, "--iters", "6", "--warmup-iters", "1")
+    assert run.status == 0, run.out + run.err
+    assert f"\nmine:{model}, batch size 6, mine:{dataset}\n" in run.out
+    assert [(case.name, case.check) for case in run.report.cases] == [
+        ("0 workers", "passed"),
+        ("1 worker", "passed"),
+    ]
+    for case in run.report.cases:
+        assert (case.key["data"], case.key["batch_size"]) == (f"mine:{dataset}", 6)
+        rate = 2 * 6 / case.metrics["loader_s"].value
+        assert case.metrics["loader_samples_per_s"].value == pytest.approx(rate)
+        assert "from_device" not in case.metrics
+    assert ("# mine:net?kind=Together: its step communicates (allreduce)\n" in run.out) == (
+        "Together" in model
+    )
+
+
 @pytest.mark.faults
 def test_a_dead_worker_and_a_wrong_epoch_are_failed_cases(bench: Callable[..., Any]) -> None:
     flags = ("--workers", "1,0", "--iters", "4", *FORK)

@@ -216,9 +216,10 @@ def check_sizes(name: str, own: OwnModel) -> None:
         )
 
 
-def find_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def find_function(name: str, given: int = 1) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the function that `package.module:function?...` names, and its parameters. Settings
-    that the import changes are applied in each call. Raises ValueError if there is none."""
+    that the import changes are applied in each call. given: number of parameters that the caller
+    passes, such as the device. Raises ValueError if there is no such function."""
     module_name, function_name, parameters = parameters_of(name)
     before = read_settings()
     try:
@@ -237,7 +238,7 @@ def find_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         got = f", but a value of type {type(function).__name__}" if function else ""
         raise Refused(f"{name}: {file} has no function {function_name!r}{got}{near}")
     if parameters:
-        refuse_unknown(name, function, parameters)
+        refuse_unknown(name, function, parameters, given)
     return function, parameters
 
 
@@ -266,20 +267,40 @@ def check_hook(name: str) -> None:
         find_function(name)
 
 
+def make_dataset(name: str) -> tuple[Any, ...]:
+    """Return a user's dataset and, if the function returns one, its collate function."""
+    search_working_directory()
+    with restored(), contained(name):
+        function, parameters = find_function(name, given=0)
+        try:
+            made = function(**parameters)
+        except Exception as error:
+            raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
+    dataset, *collate = made if isinstance(made, tuple) else (made,)
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        got = type(dataset).__name__
+        raise Refused(f"{name}: expected a dataset with __getitem__ and __len__, got a {got}")
+    if len(collate) > 1 or not all(map(callable, collate)):
+        raise Refused(f"{name}: expected a dataset, or a dataset and a collate function")
+    return (dataset, *collate)
+
+
 def search_working_directory() -> None:
     """Put the working directory on sys.path."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
-def refuse_unknown(name: str, function: Callable[..., Any], parameters: dict[str, Any]) -> None:
+def refuse_unknown(
+    name: str, function: Callable[..., Any], parameters: dict[str, Any], given: int
+) -> None:
     """Raise Refused if the function does not accept these parameters."""
     known = inspect.signature(function).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for parameter in parameters:
         if parameter not in known:
-            names = cut([*known][1:]) or "none"  # the first parameter is the device
+            names = cut([*known][given:]) or "none"
             near = suggest(parameter, known)
             raise Refused(f"{name}: expected parameters {names}, got {parameter!r}{near}")
 
@@ -418,7 +439,7 @@ def without_rate(optimizer: torch.optim.Optimizer) -> None:
 
 
 def try_on_all(
-    bench: Benchmark, names: list[str], seed: int, ranks: int, alone: str, **options: Any
+    bench: Benchmark, names: list[str], seed: int, ranks: int, alone: str = "", **options: Any
 ) -> dict[str, Trial]:
     """Try the user-defined models among --models on every rank. All ranks call it.
 
@@ -449,7 +470,8 @@ def try_on_all(
         found[name] = combined(bench, name, trials)
         if ops and bench.job.world_size > 1:
             found[name] = found[name]._replace(communicates=True)
-            bench.print(f"# {name}: its step communicates ({ops}), so {alone} are not measured")
+            left_out = f", so {alone} are not measured" if alone else ""
+            bench.print(f"# {name}: its step communicates ({ops}){left_out}")
     if problems and not names:
         bench.refuse(problems[0])
     for problem in problems:

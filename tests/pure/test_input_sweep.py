@@ -1,13 +1,16 @@
 """input_sweep.py without torchrun: its check, idle workers, sentences, refusals."""
 
 import multiprocessing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from benchmarks import input_sweep
-from benchmarks.input_sweep import Feed, Images, epoch_problem, find_files
+from benchmarks.input_sweep import Feed, Images, Ticketed, epoch_problem, find_files
 from common.stats import Times
 from harness.report import Case
 
@@ -44,7 +47,7 @@ def test_incomplete_and_repeated_samples(seen: list[int], problem: str | None) -
 def test_paused_workers_are_idle_and_nothing_is_prefetched() -> None:
     """Two workers prefetch two batches of four. Batches after a pause are produced after it."""
     options = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
-    feed = Feed(Counted(10), 4, 0, 1, CPU, multiprocessing_context="fork", **options)
+    feed = Feed(Ticketed(Counted(10)), 4, 0, 1, CPU, multiprocessing_context="fork", **options)
     before = Counted.made.value
     feed.next()
     feed.pause()
@@ -118,3 +121,28 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
     text.write_text("text")
     with pytest.raises(ValueError, match=f"^{text} is not an image: UnidentifiedImageError$"):
         find_files(tmp_path)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+    size: int
+
+
+def test_batches_of_all_kinds_are_moved() -> None:
+    """Here from the CPU to the device without memory."""
+    x, meta = torch.ones(2), torch.device("meta")
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    batch = {"a": [x, (x, 3)], "b": Pair(x, "y"), "c": Graph(x, 5), "d": None, "e": packed}
+    moved = input_sweep.to_device(batch, meta)
+    first, (second, number) = moved["a"]
+    kept = (number, moved["b"].name, moved["c"].size, moved["d"])
+    assert kept == (3, "y", 5, None)
+    assert type(moved["c"]) is Graph
+    tensors = (first, second, moved["b"].x, moved["c"].x, moved["e"].data)
+    assert {tensor.device for tensor in tensors} == {meta}

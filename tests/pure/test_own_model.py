@@ -17,6 +17,7 @@ from benchmarks.workloads.own_model import (
     Trial,
     combined,
     leaves_of,
+    make_dataset,
     make_own,
     parameters_of,
     try_own,
@@ -315,6 +316,30 @@ def communicates(device, how):
 
 
 sizes = iter([64, 640])
+
+
+class Numbers:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index
+
+
+def numbers(count=3):
+    return Numbers()
+
+
+def with_collate():
+    return Numbers(), torch.tensor
+
+
+def no_dataset():
+    return iter([])
+
+
+def no_function():
+    return Numbers(), 3
 
 
 def grows_by_call(device, stated=False):
@@ -672,3 +697,25 @@ def test_a_dict_with_an_optimizer_and_units() -> None:
     by_tensor = torch.optim.Adam(own.model.parameters(), lr=rate)
     without_rate(by_tensor)
     assert float(by_tensor.param_groups[0]["lr"]) == 0.0
+
+
+def test_a_dataset() -> None:
+    (dataset,) = make_dataset("users:numbers?count=3")
+    assert len(dataset) == 3
+    _, collate = make_dataset("users:with_collate")
+    assert collate is torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_dataset", "expected a dataset with __getitem__ and __len__, got a list_iterator"),
+        ("no_function", "expected a dataset, or a dataset and a collate function"),
+        ("missing_file?device=1", "No such file or directory: 'weights.pt' (users.py:"),
+        ("numbers?number=3", "expected parameters count, got 'number'"),
+    ],
+)
+def test_datasets_that_are_refused(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        make_dataset(f"users:{name}")
+    assert "\n" not in str(refused.value)

@@ -120,6 +120,13 @@ MISTAKES = [
     ),
     ("input_sweep", "--model resnet19", "unknown model 'resnet19'; did you mean resnet"),
     ("input_sweep", "--cache hot", "expected one or more of warm, cold"),
+    (
+        "input_sweep",
+        "--model a:b",
+        "requires --dataset package.module:function, which returns its ",
+    ),
+    ("input_sweep", "--model a:b --dataset a:d --batch-size 3", "a:b, which defines its own batch"),
+    ("input_sweep", "--dataset a:d --cache cold", "--cache cold requires images, whose files are"),
     ("node_check", "--budget 0", "--budget: expected a number above 0, got '0'"),
     ("parallel_sweep", "--mesh dp2dp2", "expected a mesh, got 'dp2dp2'; e.g. dp8, dp2x4"),
     ("replay", "''", "expected a folder of recordings, got ''; e.g. trace/"),
