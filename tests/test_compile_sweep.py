@@ -78,7 +78,7 @@ def test_interleaved_strategies(bench: Callable[..., Any]) -> None:
         assert re.search(rf"^{label} .* # 20.* UTC on ", again.out, re.MULTILINE)
 
 
-def save_module(name: str, folder: Path, page: Path = ROOT / "docs" / "ddp_sweep.md") -> None:
+def save_module(name: str, folder: Path, page: Path = ROOT / "docs" / "own_model.md") -> None:
     """Save the module of this name, such as mine.py, from the code block of a page."""
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if f"  # {name}" in block.partition("\n")[0]]
