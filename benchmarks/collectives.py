@@ -80,6 +80,7 @@ GONE = {  # flags of nccl-tests that are not available -> what to use instead
     **dict.fromkeys(("-a", "--average"), "the maximum over ranks is printed; --json has all times"),
     **dict.fromkeys(("-u", "--unalign"), UNALIGNED),
     **dict.fromkeys(("-z", "--blocking"), "CUDA_LAUNCH_BLOCKING=1 waits for each call"),
+    **{name: f"did you mean --collective {name}?" for name in OPERATIONS},  # its programs' names
 }
 
 

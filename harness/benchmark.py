@@ -719,7 +719,7 @@ class Benchmark:
         if path and path != "-" and not os.path.exists(path):
             self.fail(f"--json {path}: the report was removed during the run")
             path = None
-        commands = [*self.commands, *report_lines(path, self.replaced)]
+        commands = [*self.commands, *report_lines(self.report, path, self.replaced)]
         elapsed = cli.duration(time.monotonic() - exits.STARTED_S)
         # not wrapped, so that commands can be copied
         self.print("\n".join(["", *lines, *(f"# {x}" for x in commands), f"# elapsed {elapsed}"]))
@@ -761,7 +761,7 @@ def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> 
         return [f"{type(observer).__name__}: {exits.describe(error)}"]
 
 
-def report_lines(path: str | None, replaced: str | None) -> list[str]:
+def report_lines(report: Report, path: str | None, replaced: str | None) -> list[str]:
     """Return lines with the path of the report, that of the replaced one, and next commands."""
     if not path or path == "-":
         return []
@@ -769,8 +769,19 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
     if replaced:
         before = exits.shortest(replaced)
         command = analysis_command("compare.py", before, "--test", path)
-        lines.append(f"previous report {before}; to compare: {command}")
+        compare = f"; to compare: {command}" if has_common_case(report, replaced) else ""
+        lines.append(f"previous report {before}{compare}")
     return lines
+
+
+def has_common_case(report: Report, path: str) -> bool:
+    """Return whether a case passed in both this report and the one at `path`."""
+    with contextlib.suppress(OSError, ValueError):
+        old = load(path)
+        passed = [case.key for case in old.cases if not case.failed]
+        both = [case for case in report.cases if case.key in passed and not case.failed]
+        return bool(both) and old.benchmark == report.benchmark
+    return False
 
 
 def analysis_command(script: str, *words: str) -> str:

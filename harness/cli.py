@@ -119,13 +119,14 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else args
         words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in given]
         flags = [flag for action in self._actions for flag in action.option_strings]
-        for name in (word.partition("=")[0] for word in words):
+        for name in (word.partition("=")[0] for word in words if word.startswith("-")):
             if name in self.gone and name not in flags:
                 self.error(f"unknown argument '{name}': {self.gone[name]}")
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            self.error(f"unknown argument '{name}'{suggest(name, flags)}")
+            hint = f": {self.gone[name]}" if name in self.gone else suggest(name, flags)
+            self.error(f"unknown argument '{name}'{hint}")
         for name, value in vars(parsed).items():
             if isinstance(value, PerDevice):
                 setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)

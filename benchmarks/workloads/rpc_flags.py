@@ -42,7 +42,8 @@ def add_rpc_flags(
         metavar="N",
         help="worker threads per process (default: its share of the cores, 2 to 16)",
     )
-    gradients = "; gradients have --straggler-timeout" if stragglers else ""
+    of_gradients = "--straggler-timeout"
+    gradients = f"; gradients have {of_gradients}" if stragglers else ""
     add(
         "--rpc-timeout",
         type=time_limit,
@@ -70,7 +71,7 @@ def add_rpc_flags(
     )
     if stragglers:
         add(
-            "--straggler-timeout",
+            of_gradients,
             type=time_limit,
             metavar="S",
             help="the case fails if a trainer waits longer than S seconds for the reply to its "

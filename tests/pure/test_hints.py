@@ -12,7 +12,9 @@ from harness.benchmark import report_lines
 from harness.cpu_load import Others
 from harness.exits import ROOT
 from harness.observe.hints import Hints, crowded_text, hints, modes, two_modes
-from harness.report import Case
+from harness.report import Case, load
+from tests.pure.reports import case as line
+from tests.pure.reports import write
 
 SURE, WIDE, NONE = Estimate(1, 0.95, 1.05), Estimate(1, 0.9, 1.2), Estimate(1)
 
@@ -116,13 +118,17 @@ def test_the_last_lines_suggest_the_next_commands(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    old = str(tmp_path / "old 1")
-    report, before = report_lines("/r 1", old)
+    old = write(tmp_path / "old 1", line("no ddp"), line("1M/2R"))
+    new = load(write(tmp_path / "new", line("1M/2R"), line("other")))
+    report, before = report_lines(new, "/r 1", old)
     analysis = ROOT / "analysis"
     page = shlex.join(["python", str(analysis / "report.py"), "/r 1", "-o", "page.html"])
     assert report == f"report /r 1; {page}"
     compare = shlex.join(["python", str(analysis / "compare.py"), old, "--test", "/r 1"])
     assert before == f"previous report {old}; to compare: {compare}"
+    others = [(new.cases[1:], "ddp_sweep"), ([], "ddp_sweep"), (new.cases, "collectives")]
+    for new.cases, new.benchmark in others:  # compare.py would find no common case
+        assert report_lines(new, "/r 1", old)[1] == f"previous report {old}"
 
 
 def test_two_modes_and_their_shares() -> None:

@@ -47,6 +47,7 @@ MISTAKES = [
     ("batch_update_ps", "--straggler-timeout 1e300", "seconds from 0.001 to 1e8, got '1e300'"),
     ("checkpoint_sweep", "--modes dcp", "expected one or more of torch.save, dcp.save, "),
     ("collectives", "--collective allreduce", "got 'allreduce'; did you mean all_reduce"),
+    ("collectives", "all_reduce -b 8", "'all_reduce': did you mean --collective all_reduce?"),
     ("collectives", "-e 0", "argument -e/--maxbytes: expected a size above 0, got '0'; e.g. 8, 64"),
     ("collectives", "-i 0", "argument -i/--stepbytes: expected a size above 0, got '0'"),
     ("collectives", "-i 8 -f 3", "-f/--stepfactor: not allowed with argument -i/--stepbytes"),
