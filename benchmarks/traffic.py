@@ -746,7 +746,7 @@ def main() -> int:
                 print(folded(axis_line(case, axis), max_width))
         for line in lines_of_times(case):
             print(folded(line, max_width))
-    for line in report_lines(report.path, replaced):
+    for line in report_lines(report, report.path, replaced):
         print(f"# {line}")
     sentences = [find(simulated) for find in (answer, answer_in_seconds, answer_off)]
     answers = [sentence for sentence in sentences if sentence]
