@@ -628,10 +628,11 @@ class Benchmark:
         self.phase("")
         try:
             print(text, flush=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a model may have closed it
             kept = f"; {self.args.json} has the finished cases" if self.args.json else ""
             self.stop_observers()
-            exits.exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
+            reason = getattr(error, "strerror", None) or error
+            exits.exit_now(1, f"{Path(sys.argv[0]).name}: error: stdout: {reason}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
         """Make the run end with this status although its cases passed, on rank 0. The first reason

@@ -5,9 +5,11 @@ classes and functions, global hooks, modes of dispatch, flush-to-zero, and setti
 that only the model imports.
 """
 
+import builtins
 import enum
 import functools
 import gc
+import importlib
 import os
 import re
 import resource
@@ -60,6 +62,7 @@ TOLD: set[str] = set()  # lines about settings that a step has changed
 @functools.cache
 def all_settings() -> dict[str, Access]:
     """Return a getter and a setter for each setting but environment variables."""
+    importlib.import_module("torch._dynamo.config")  # as the first optimizer does; it has settings
     found: dict[str, Access] = {
         "number of threads": (torch.get_num_threads, torch.set_num_threads),
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -84,8 +87,11 @@ def all_settings() -> dict[str, Access]:
         ),
         "umask": (read_umask, lambda mask: os.umask(int(mask, 8))),
         "working directory": (os.getcwd, os.chdir),
-        "sys.path": (lambda: list(sys.path), set_path),
     }
+    for name in ("path", "argv"):
+        found[f"sys.{name}"] = partial(copy_of, name), partial(refill, name)
+    for name in vars(builtins):  # such as a print that is silent on some ranks
+        found[f"builtins.{name}"] = attribute(builtins, name)
     for name in (*STREAMS, "excepthook", "displayhook", "unraisablehook"):
         found[f"sys.{name}"] = attribute(sys, name)
     for number in range(len(STREAMS)):
@@ -189,8 +195,14 @@ def descriptor(number: int) -> Access:
     return identity, lambda _: os.dup2(kept, number, inheritable=True)
 
 
-def set_path(entries: list[str]) -> None:
-    sys.path[:] = entries
+def copy_of(name: str) -> list[str]:
+    """Return the present entries of a list in sys."""
+    return list(getattr(sys, name))
+
+
+def refill(name: str, entries: list[str]) -> None:
+    """Set the entries of a list in sys."""
+    getattr(sys, name)[:] = entries
 
 
 def read_umask() -> str:
@@ -202,7 +214,7 @@ def read_umask() -> str:
 
 def read_settings() -> Settings:
     """Return the present settings. Those that this build of torch cannot read are omitted."""
-    settings: Settings = {f"{VARIABLE}{name}": value for name, value in os.environ.items()}
+    settings: Settings = {}
     for name, (read, _) in all_settings().items():
         # torch refuses to read one of two APIs for the precision after the other one has set it;
         # the working directory may have been removed
@@ -210,7 +222,8 @@ def read_settings() -> Settings:
             settings[name] = read()
     for name, config in configs().items():
         settings |= {f"{name}.{key}": value for key, value in config.get_config_copy().items()}
-    return settings
+    # last, because torch.compile may set one when it is imported
+    return settings | {f"{VARIABLE}{name}": value for name, value in os.environ.items()}
 
 
 def configs() -> dict[str, ConfigModule]:
@@ -301,7 +314,7 @@ def lines_about(
     for name, (old, new) in changes.items():
         if name.startswith(VARIABLE):
             continue
-        what = f"from {shown(old)} to {shown(new)}"
+        what = f"from {text_of(old)} to {text_of(new)}"
         if name.startswith(PRECISION):
             precisions.setdefault(what, []).append(name.removeprefix(PRECISION))
             continue
@@ -317,12 +330,13 @@ def lines_about(
     for what, names in precisions.items():
         lines.append(f"{PRECISION}{cut(names)} {what}; {scope}")
     if variables := [name.removeprefix(VARIABLE) for name in changes if name.startswith(VARIABLE)]:
-        lines.append(f"environment variables ({cut(variables)}); {scope}")
+        plural = scope.replace("it applies", "they apply").replace("it was", "they were")
+        lines.append(f"environment variables ({cut(variables)}); {plural}")
     return lines
 
 
-def shown(value: Any) -> str:
-    """Return a value as text of at most 200 characters, which is the same on all ranks."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    return str(getattr(value, "__qualname__", value))[:200]
+def text_of(value: Any) -> str:
+    """Return a value in at most 200 printable characters, which are the same on all ranks."""
+    name = value.name if isinstance(value, enum.Enum) else getattr(value, "__qualname__", value)
+    text = str(name)[:200]
+    return text if text.isprintable() else ascii(text)

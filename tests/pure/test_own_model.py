@@ -611,7 +611,7 @@ def test_a_setting_that_a_step_changes_is_named() -> None:
     assert "LATER" not in os.environ
     (line,) = bench.print.call_args.args
     assert line.startswith("# a step of users:sets_everything has changed environment variables (L")
-    assert line.endswith("(LATER); it was restored after the case")
+    assert line.endswith("(LATER); they were restored after the case")
     assert bench.print.call_count == 1
 
 
