@@ -66,7 +66,7 @@ def test_a_driver_without_counters_is_named() -> None:
     assert node.slowed_seconds([], [], []) is None
     assert node.slowed_seconds(unknown, unknown, ["0"]) is None
     assert node.slowed_seconds(unknown, [], ["0"]) is None  # the second query failed
-    old, new = [{"driver_version": "535.113.01"}], [{"driver_version": "595.45.04"}]
+    old, new = ([{"index": "0", "driver_version": x}] for x in ("535.113.01", "595.45.04"))
     # d has no nvidia-smi
     assert node.slowed_lines([*"abcd"], [old, new, old, []], [None, [{}], None, None]) == [
         "note: no throttle counters (driver 535.113.01 of a, 535.113.01 of c): GPUs may have been "
