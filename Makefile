@@ -16,7 +16,7 @@ all: quick smoke faults launch
 lint:
 	ruff check .
 	ruff format --check .
-	mypy common harness benchmarks analysis examples launch tests
+	mypy common harness readers benchmarks analysis examples launch tests
 pyz: # all scripts in one file, torchrun-bench.pyz
 	python launch/archive/build.py
 results: # repeat the measurements in docs/results, 20 minutes

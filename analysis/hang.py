@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.logs.patterns import text_of
 from analysis.logs.watchdog import UNKNOWN, Call, Evidence, Exit
 from analysis.show import clean, one_line, put
-from harness import files
 from harness.cli import Parser, cut, positive_int
 from harness.exits import NO_VERDICT
-from harness.traces import rank_in_name
+from readers import files
+from readers.traces import rank_in_name
 
 # collectives that no rank completes before all have started it
 ALL_WAIT = {

@@ -35,8 +35,9 @@ from analysis.traces import bandwidth, calls, kineto, receives
 from analysis.traces.bandwidth import Row
 from analysis.traces.calls import Group, Waiting
 from analysis.traces.kineto import Activity, Cover, Span, Step, Trace, union
-from harness import cli, exits, files, report
-from harness.isolated import collective_times
+from harness import cli, exits, report
+from readers import files
+from readers.isolated import collective_times
 
 # isort: split
 from tqdm import tqdm

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import cli, exits, files
+from harness import cli, exits
 
 exits.report_missing_packages()
 
@@ -62,7 +62,8 @@ from common.timing import Step, Workload
 from harness.benchmark import Benchmark, Key, Planned
 from harness.environment import count_of
 from harness.report import Case
-from harness.traces import (
+from readers import files
+from readers.traces import (
     LAUNCHES,
     OPERATORS,
     Range,

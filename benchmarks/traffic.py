@@ -71,7 +71,8 @@ from common.stats import Estimate, drop_wide_interval
 from common.table import Cell, Columns, ends, fitted, metric
 from harness.benchmark import folded, omitted, report_lines, terminal_width
 from harness.environment import count_of
-from harness.isolated import (
+from harness.report import Case, Report, load
+from readers.isolated import (
     IsolatedTimes,
     Layout,
     collective_times,
@@ -79,7 +80,6 @@ from harness.isolated import (
     layout_of,
     total,
 )
-from harness.report import Case, Report, load
 
 if TYPE_CHECKING:
     from benchmarks.workloads.axes import Trainer

@@ -236,7 +236,7 @@ def place_of(error: BaseException) -> str:
     """Return ` (my_model.py:12)`, the innermost line in a traceback that is neither this project's
     nor of the standard library or an installed package; "" if there is none."""
     foreign = [Path(sysconfig.get_path("stdlib"))]
-    foreign += [ROOT / folder for folder in ("benchmarks", "common", "harness")]
+    foreign += [ROOT / folder for folder in ("benchmarks", "common", "harness", "readers")]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in foreign):

@@ -513,7 +513,7 @@ def test_fault(
     """The row fails if the fault is planted in a copy of the checkout, unless its entry says why it
     may pass. The results are appended to a table."""
     checkout, results = tmp_path / "checkout", ROOT / "tests" / "cudalab" / ".build" / "faults"
-    for folder in ("benchmarks", "common", "harness", "tests"):
+    for folder in ("benchmarks", "common", "harness", "readers", "tests"):
         ignored = shutil.ignore_patterns(".build", "*cache*")
         shutil.copytree(ROOT / folder, checkout / folder, ignore=ignored)
     plant(fault, checkout)

@@ -50,6 +50,7 @@ def test_imports_and_shared_functions() -> None:
             "benchmarks",
             "common",
             "harness",
+            "readers",
             "examples",
             "numpy",
             "scipy",

@@ -25,10 +25,10 @@ from analysis.logs import nccl_tests
 from analysis.logs.patterns import suggestion
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common.stats import MIN_ROUNDS, Estimate, iteration_times, mean_of_blocks, median
-from harness import files
 from harness import report as report_file
 from harness.cli import suggest
 from harness.report import Case, Report
+from readers import files
 
 if TYPE_CHECKING:
     import pandas as pd

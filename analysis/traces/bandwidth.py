@@ -18,7 +18,7 @@ from analysis.traces.calls import MATCHED, Call, Group, members
 from analysis.traces.kineto import Trace
 from common.stats import Estimate
 from harness.cli import cut
-from harness.isolated import IsolatedTimes, Layout, isolated_time, layout_of, total
+from readers.isolated import IsolatedTimes, Layout, isolated_time, layout_of, total
 
 RANKS_PER_NODE = 8  # consecutive ranks on a node, if the traces do not name their hosts
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from harness.traces import as_number
+from readers.traces import as_number
 
 # Names of communication kernels, in lower case: first libraries, then kernels of vLLM, SGLang,
 # TensorRT-LLM, FlashInfer, aiter, TransformerEngine and symmetric memory.

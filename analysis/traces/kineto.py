@@ -22,9 +22,9 @@ from analysis.traces.collective import (
     is_annotation,
     is_communication,
 )
-from harness import files
 from harness.cli import cut
-from harness.traces import (
+from readers import files
+from readers.traces import (
     LAUNCHES,
     MARK,
     NEAR_US,

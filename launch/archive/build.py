@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT))
 
 from harness import cli, exits
 
-FILES = ("benchmarks", "common", "harness", "analysis", "launch", "requirements.txt", "LICENSE")
+FOLDERS = ("benchmarks", "common", "harness", "readers", "analysis", "launch")
+FILES = (*FOLDERS, "requirements.txt", "LICENSE")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "archive")
 
 

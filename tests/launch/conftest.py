@@ -21,6 +21,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project as a user has it, in a path with a space."""
     path = tmp_path_factory.mktemp("home") / "a checkout"
-    for name in ("analysis", "benchmarks", "common", "harness", "launch"):
+    for name in ("analysis", "benchmarks", "common", "harness", "launch", "readers"):
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return path

@@ -8,8 +8,8 @@ from analysis.traces.bandwidth import bus_factor, layout_in
 from analysis.traces.kineto import Trace
 from common.stats import Estimate
 from harness import report
-from harness.isolated import collective_times, layout_of_case, show_layout
 from harness.report import Case, Report
+from readers.isolated import collective_times, layout_of_case, show_layout
 from tests.pure import reports
 from tests.pure.reports import estimate
 from tests.pure.traces import (

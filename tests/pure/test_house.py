@@ -8,20 +8,22 @@ from pathlib import Path
 
 from tests.process import ROOT
 
-FOLDERS = ("benchmarks", "common", "harness", "analysis", "examples")
+FOLDERS = ("benchmarks", "common", "harness", "readers", "analysis", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 # What analysis/ may import besides its own modules, because it runs without torch
-MODULES = ("report", "cli", "contents", "cpu_load", "exits", "files", "isolated", "traces")
+MODULES = ("report", "cli", "contents", "cpu_load", "exits", "files")
 SHARED = [
     *(f"harness.{name}" for name in MODULES),
     "common.stats",
+    *(f"readers.{name}" for name in ("files", "isolated", "traces")),
 ]
 ALLOWED = {
-    "benchmarks": ("common.", "harness.", "benchmarks.workloads."),
+    "benchmarks": ("common.", "harness.", "readers", "benchmarks.workloads."),
     "common": ("common.",),
     "harness": ("common.", "harness."),
-    "analysis": ("analysis.", "harness", *SHARED),
+    "readers": ("common.stats", "harness.cli", "harness.files", "harness.report"),
+    "analysis": ("analysis.", "harness", "readers", *SHARED),
     "examples": (),
 }
 

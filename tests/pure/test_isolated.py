@@ -1,9 +1,9 @@
-"""harness/isolated.py: times of collectives between measured sizes."""
+"""readers/isolated.py: times of collectives between measured sizes."""
 
 import pytest
 
 from common.stats import Estimate
-from harness.isolated import interpolate
+from readers.isolated import interpolate
 
 
 def test_interpolation_between_measured_sizes() -> None:

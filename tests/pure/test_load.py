@@ -153,7 +153,7 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.mkfifo(tmp_path / "verdict.txt")
     told = "verdict.txt: expected a regular file, got a pipe\n"
     assert done("report.py", str(tmp_path), "-o", f"{tmp_path}/p.html").stderr.endswith(told)
-    monkeypatch.setattr("harness.files.MAX_FILES", 2)
+    monkeypatch.setattr("readers.files.MAX_FILES", 2)
     for number in range(2):
         write(tmp_path / "more" / f"{number}.jsonl", case("x"))
     with pytest.raises(ValueError, match=r"has more than 2 reports or logs; name those to read$"):

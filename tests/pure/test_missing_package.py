@@ -12,7 +12,7 @@ import pytest
 from tests.process import ROOT, environment
 
 PROGRAMS = [*ROOT.glob("benchmarks/[a-z]*.py"), *ROOT.glob("analysis/*.py")]
-PROJECT = {"common", "harness", "analysis", "benchmarks"}
+PROJECT = {"common", "harness", "readers", "analysis", "benchmarks"}
 
 
 def test_missing_packages_are_reported_before_the_first_import_of_one() -> None:

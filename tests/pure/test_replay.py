@@ -18,8 +18,8 @@ from benchmarks import replay
 from benchmarks.replay import Collective, Kind, Recording
 from common.stats import Times
 from examples import record_collectives
-from harness.files import plain_pickle
 from harness.report import Case
+from readers.files import plain_pickle
 from tests.process import ROOT
 
 RECORDINGS = ROOT / "tests" / "recordings"

@@ -1,4 +1,4 @@
-"""harness/traces.py and harness/files.py: steps, ranks in names, numbers, and which files are
+"""readers/traces.py and files.py: steps, ranks in names, numbers, and which files are
 opened."""
 
 import gzip
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness import files
-from harness.traces import Range, as_number, find_steps, rank_in_name
+from harness.files import check_regular
+from readers import files
+from readers.traces import Range, as_number, find_steps, rank_in_name
 
 T = "thread 1"
 
@@ -104,7 +105,7 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ValueError, match=f"expected a regular file, got {kind}"):
             files.read(tmp_path / name)
         with pytest.raises(ValueError, match=f"expected a regular file, got {kind}"):
-            files.check_regular(tmp_path / name)
+            check_regular(tmp_path / name)
     for first, command in ((b"\x28\xb5\x2f\xfd..", "zstd -d"), (b"PK\x03\x04..", "unzip")):
         (tmp_path / "a b").write_bytes(first)
         with pytest.raises(ValueError, match=f"compressed by zstd|zip archive; try {command} '"):

@@ -13,8 +13,8 @@ from analysis.runs.load import load as load_runs
 from benchmarks import collectives, traffic
 from benchmarks.workloads.decoder import DECODERS, Decoder
 from common.stats import Estimate
-from harness.isolated import Layout
 from harness.report import Case, load
+from readers.isolated import Layout
 from tests.pure import reports
 from tests.pure.reports import estimate
 
