@@ -24,9 +24,10 @@ def loaded(known: Collection[str] = ()) -> dict[str, str]:
     found = {}
     for name, module in [*sys.modules.items()]:
         package = name.partition(".")[0]
-        if package in VERSIONED or name == "__mp_main__":  # the main script's other name
+        if name in known or name == "__mp_main__":  # the main script's other name
             continue
-        if name in known:
+        # compiled kernels of torch.compile are in no imported package
+        if package in VERSIONED or package not in sys.modules:
             continue
         places = [file_of(sys.modules.get(package)), path := file_of(module)]
         if path and not any(map(is_installed, filter(None, places))):
