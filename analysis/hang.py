@@ -61,7 +61,8 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
     barrier or a HANG message names, a rank that ended by itself, and timeouts of gloo.
     """
     everyone = set(range(world_size or max(evidence.seen, default=-1) + 1))
-    has_end = not evidence.cut_off and bool(world_size or evidence.exits)
+    is_closed = bool(evidence.exits) and not evidence.open_ended
+    has_end = not evidence.cut_off and (world_size is not None or is_closed)
     groups = [of_group(evidence, group, everyone, has_end) for group in sorted(evidence.states)]
     findings = [finding for finding in groups if finding]
     named = [finding for finding in findings if finding.ranks]
@@ -97,9 +98,10 @@ def conclude(evidence: Evidence, world_size: int | None = None) -> Finding | Non
             f"cannot tell which rank ended first: {', '.join(exit_text(exit) for exit in first)}"
         )
     if died:
-        return Finding(
-            f"{exit_text(died[0])}, before any other rank; no rank hung", (died[0].rank,)
-        )
+        others = "it was the first rank to end, and no rank hung"
+        if findings:
+            others = findings[0].sentence.removeprefix("cannot tell which rank: ")
+        return Finding(f"{exit_text(died[0])}; {others}", (died[0].rank,))
     if findings:
         return findings[0]
     if evidence.lost:
@@ -308,7 +310,11 @@ def read(path: str, evidence: Evidence) -> None:
         data = bytes(files.read(path))
         if not (data[:1] == b"\x80" or IS_DUMP.match(data)):
             text = text_of(data)
-            evidence.add_lines(text.splitlines())
+            own = Evidence()
+            own.add_lines(text.splitlines())
+            evidence.merge(own)
+            if len(own.seen) > 1 and not own.exits:
+                evidence.open_ended.append(path)
             if text and not text.endswith(("\n", "\r")):
                 evidence.cut_off.append(path)
             return
@@ -333,9 +339,9 @@ def main() -> int:
     with one_line(args.logs):
         for path in args.logs:
             read(path, evidence)
-        ranks = [rank_in_name(path) for path in args.logs]
-    if len(ranks) > 1 and None not in ranks and len(set(ranks)) == len(ranks):
-        evidence.with_file = {rank for rank in ranks if rank is not None}
+        ranks = [rank for path in args.logs if (rank := rank_in_name(path)) is not None]
+    if len(ranks) > 1 and len(set(ranks)) == len(ranks):
+        evidence.with_file = set(ranks)
     finding = conclude(evidence, args.world_size)
     if finding is None:
         put("no sign of a hang")

@@ -142,6 +142,7 @@ class Evidence:
     pending: dict[int, list[Call]] = field(default_factory=dict)  # timed out, group not yet known
     ends: int = 0  # number of lines that end an attempt
     cut_off: list[str] = field(default_factory=list)  # files whose last line is incomplete
+    open_ended: list[str] = field(default_factory=list)  # those of several ranks without a summary
     with_file: set[int] = field(default_factory=set)  # ranks with a file of their own
 
     def state(self, group: str, rank: int) -> State:

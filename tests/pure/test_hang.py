@@ -142,6 +142,27 @@ def test_each_rank_has_a_log(
         assert "rank 1 reported nothing about all_reduce 12" in capsys.readouterr().out
 
 
+def test_the_log_of_one_node_is_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is stopped. The second node's log lacks the lines of rank 5 and the summary. The first
+    node's summary may tell that torchrun killed rank 1."""
+    first = of_all([0, 2, 3], 12)
+    killed = summary((0, -6), (1, -9), (2, -6), (3, -6))
+    second = [*of_all([4, 6, 7], 12), *timeout(5, 12)]
+    both = summary((4, -6), (5, -6), (6, -6), (7, -6))
+    for lines, words in (
+        ((first, summary((0, -6), (2, -6), (3, -6)), second[:6], []), "cannot tell which rank: "),
+        ((first, killed, second[:6], []), "rank 1 on node1 ended by signal 9; ranks 1, 5 reported"),
+        ((first, killed, second, both), "rank 1 reported nothing about all_reduce 12"),
+    ):
+        (tmp_path / "a.log").write_text("\n".join([*lines[0], *lines[1], ""]))
+        (tmp_path / "b.log").write_text("\n".join([*lines[2], *lines[3], ""]))
+        monkeypatch.setattr("sys.argv", ["hang.py", *map(str, sorted(tmp_path.glob("*.log")))])
+        assert hang.main() == (4 if words.startswith("cannot") else 1)
+        assert capsys.readouterr().out.startswith(words)
+
+
 AGENT = (
     "E1129 08:14:35.136000 17 torch/distributed/elastic/multiprocessing/api.py:984] failed "
     "(exitcode: -6) local_rank: 0 (pid: 4711) of binary: /usr/bin/python3"
