@@ -386,10 +386,13 @@ def try_own(
                 layers_of and len(layers_of(own.model)),
                 shapes,
             )
+            idle: list[str] = []
             with Communication() as communication:
                 value = own.loss(own.model(*own.args, **own.kwargs))
                 if isinstance(value, Tensor) and value.numel() == 1:
                     value.backward()
+                    weights = own.model.named_parameters()
+                    idle = [path for path, x in weights if x.requires_grad and x.grad is None]
                     if own.optimizer:
                         optimizer = own.optimizer(own.model.parameters())
                         without_rate(optimizer)
@@ -401,10 +404,6 @@ def try_own(
             if (now := own.shapes()) != shapes:
                 change = f"from {shapes} to {now}"
                 raise Refused(f"{name}: a step changes the shape of its inputs, {change}")
-            weights = own.model.named_parameters()
-            idle = [
-                path for path, weight in weights if weight.requires_grad and weight.grad is None
-            ]
             if idle and not idle_allowed:
                 raise Refused(
                     f"{name}: {idle[0]} receives no gradient; try --find-unused-parameters or "

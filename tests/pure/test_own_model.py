@@ -310,9 +310,12 @@ class Rounds:  # a wrapper of an optimizer
         waits(self.param_groups[0]["params"][0].detach())
 
 
+def own_dict():
+    return {"model": nn.Linear(4, 1), "args": (torch.ones(2, 4),), "loss": torch.sum}
+
+
 def communicates(device, how):
-    made = {"model": nn.Linear(4, 1), "args": (torch.ones(2, 4),), "loss": torch.sum}
-    return made | {"loss" if how.islower() else "optimizer": globals()[how]}
+    return own_dict() | {"loss" if how.islower() else "optimizer": globals()[how]}
 
 
 sizes = iter([64, 640])
@@ -362,6 +365,16 @@ class GrowsLater(nn.Linear):  # from the third step on
 def grows_later(device, nested=False):
     x = torch.ones(2, 4)
     return GrowsLater(4, 1), ({"x": x},) if nested else x, lambda y: y.detach().sum()
+
+
+class Forgets(torch.optim.SGD):  # the gradients, once they are used
+    def step(self):
+        super().step()
+        self.zero_grad()
+
+
+def forgets(device):
+    return own_dict() | {"optimizer": Forgets}
 
 
 def sets_later(device):
@@ -518,6 +531,7 @@ def test_changes_of_folder_and_path_apply_to_each_call(folder: Path) -> None:
     ("function", "samples", "shapes"),
     [
         ("alone", 2, [[2, 4]]),
+        ("forgets", 2, [[2, 4]]),
         ("graph", None, [[10, 4], [2, 30]]),
         ("one_class", 6, [[6, 4], [6]]),
         ("slots", 6, [[6, 4], [6]]),
