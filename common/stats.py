@@ -110,7 +110,7 @@ class Estimate:
             return self.text(unit, 1 / UNITS[unit], digits)
         if self.low is None or self.high is None:
             return "nothing measurable (no interval)"
-        low, high = (f"{end / UNITS[unit]:,.{digits}f}" for end in (self.low, self.high))
+        low, high = (f"{end / UNITS[unit]:z,.{digits}f}" for end in (self.low, self.high))
         return f"nothing measurable ({low} to {high} {unit})"
 
 

@@ -246,6 +246,7 @@ def test_exposed_communication_may_be_nothing_measurable() -> None:
     for exposed, words in (
         (Estimate(-0.01, -0.46, 0.31), "nothing measurable (-0.46 to 0.31 s)"),
         (Estimate(-0.3, -0.4, -0.2), "nothing measurable (-0.40 to -0.20 s)"),
+        (Estimate(0.1, -0.001, 0.3), "nothing measurable (0.00 to 0.30 s)"),  # not -0.00
         (Estimate(-0.3), "nothing measurable (no interval)"),
         (Estimate(0.3), "0.30 s (no interval)"),
         (Estimate(0.3, 0.2, 0.4), "0.30 s (0.20 to 0.40)"),
