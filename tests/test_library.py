@@ -11,8 +11,7 @@ import pytest
 from tests import process
 from tests.process import ROOT
 
-(ALL_REDUCE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.S)
-RPC = (ROOT / "docs/library/rpc.py").read_text()
+ALL_REDUCE, RPC = ((ROOT / f"docs/library/{name}.py").read_text() for name in ("all_reduce", "rpc"))
 INTERVAL = r"\d[\d.,]* (us|ms|s) \((\d[\d.,]* to \d[\d.,]*|no interval)\)"
 
 
@@ -29,6 +28,11 @@ def output_of(program: str, ranks: int, folder: Path) -> list[str]:
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
+
+
+def test_the_page_quotes_the_program() -> None:
+    quoted = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.S)
+    assert [part in ALL_REDUCE for part in quoted] == [True]
 
 
 @pytest.mark.smoke
