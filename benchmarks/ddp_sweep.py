@@ -21,8 +21,8 @@ CPU, `1M/2R` is 1 machine with 2 ranks.
     ex/sec/dev    = batch size per rank / step;   samples/s = ranks * batch size per rank / step
                     with --accumulate K, a step processes K batches, and the rates count all K
 
-    --interleave    times all bucket sizes and hooks in alternating blocks within one case; each
-                    setting trains its own replica
+    --interleave    times all bucket sizes, hooks, dtypes and --ddp-options in alternating blocks
+                    within one case; each setting trains its own replica
     vs first      = step of the first setting / step of this setting. For k settings, all k - 1
                     intervals hold simultaneously with 95% confidence: each of them has a
                     confidence of 1 - 0.05 / (k - 1)
@@ -104,6 +104,7 @@ CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # quick on a laptop, with small
 DEFAULT = "default"  # bucket size: DDP chooses, because it is not given a bucket_cap_mb
 WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # in which a hook sends gradients
 SAMPLED = 4096  # limit on the values of a gradient that are compared with the mean
+DTYPES = (*PRECISION, "bf16")
 DDP_OPTIONS = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 # DDP rebuilds its buckets in the second or third step; the log of a later step has their sizes
 SETTLING_STEPS = 4
@@ -174,11 +175,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"DDP communication hooks: {', '.join(HOOKS)}, or your own package.module:function "
         "(default: none, DDP's own all-reduce)",
     )
-    dtypes = list_of(str, (*PRECISION, "bf16"))
+    dtypes = list_of(str, DTYPES)
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=DTYPE_HELP)
     for option in DDP_OPTIONS:
         flag = f"--{option.replace('_', '-')}"
         add(flag, action="store_true", help="passed to DistributedDataParallel")
+    add(
+        "--ddp-options",
+        type=list_of(ddp_options),
+        default=[],
+        metavar="O",
+        help=f"compare these: none, {', '.join(DDP_OPTIONS)}, or several joined by +",
+    )
     add(
         "--accumulate",
         type=positive_int,
@@ -190,8 +198,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--interleave",
         action="store_true",
-        help="time all bucket sizes and hooks in alternating blocks, each with its own replica, "
-        "and report which is fastest; --max-seconds applies to each setting",
+        help="time all bucket sizes, hooks, dtypes and --ddp-options in alternating blocks, each "
+        "with its own replica, and report which is fastest; --max-seconds applies to each setting",
     )
     add(
         "--no-breakdown",
@@ -204,8 +212,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if "tf32" in args.dtype and not cuda:
         parser.error("--dtype tf32 requires CUDA; use fp32 or bf16")
     if args.interleave and len(settings := all_settings(args)) < 2:
-        expected = "--interleave: expected several bucket sizes or hooks"
+        expected = "--interleave: expected several bucket sizes, hooks, dtypes or --ddp-options"
         parser.error(f"{expected}, got only {settings[0].text}; e.g. --comm-hook none,bf16")
+    if varies_dtype(args):
+        if "default" in args.dtype:  # it is that of torch or of the case before
+            parser.error("--interleave alternates fp32, tf32 and bf16, got default; e.g. fp32,bf16")
+        args.no_breakdown = True  # local compute and one rank depend on the dtype
     import torchvision  # slow to import, so only after the first lines of output
 
     known = set(torchvision.models.list_models(module=torchvision.models))
@@ -235,43 +247,67 @@ def hook_name(text: str) -> str:
     return text
 
 
+def ddp_options(text: str) -> str:
+    """Return an entry of --ddp-options."""
+    for name in [] if text == "none" else text.split("+"):
+        if name not in DDP_OPTIONS:
+            advice = cli.suggest(name, DDP_OPTIONS).lstrip("; ") or "e.g. none,static_graph"
+            cli.raise_invalid(f"none or names of {', '.join(DDP_OPTIONS)}", repr(name), advice)
+    return text
+
+
 class Setting(NamedTuple):
     """How DDP averages gradients: its `bucket_cap_mb`, and the name of a hook: in HOOKS, or the
     user's own.
 
-    bucket_mb: in MiB, or `default` if the argument is not passed.
+    bucket_mb: in MiB, or `default` if the argument is not passed. dtype, options: of --dtype and
+    --ddp-options, if they differ between the settings of a case.
     """
 
     bucket_mb: float | str
     hook: str
+    dtype: str | None = None
+    options: str | None = None
 
     @property
     def label(self) -> str:
-        """`25MB bf16` or `default bf16`: in keys, rows and names of metrics."""
-        return f"{show_bucket_size(self.bucket_mb, 'MB')} {self.hook}"
+        """`25MB bf16` or `default none fp32 static_graph`: in keys, rows and names of metrics."""
+        words = (show_bucket_size(self.bucket_mb, "MB"), self.hook, self.dtype, self.options)
+        return " ".join(filter(None, words))
 
     @property
     def text(self) -> str:
-        """`25 MiB with bf16` or `default buckets with bf16`: in sentences."""
+        """`25 MiB with bf16` or `default buckets, fp32, static_graph`: in sentences."""
         if self.bucket_mb == DEFAULT:
             size = "default buckets"
         else:
             size = show_bucket_size(self.bucket_mb, " MiB")
-        return size + (f" with {self.hook}" if self.hook != "none" else "")
+        size += f" with {self.hook}" if self.hook != "none" else ""
+        options = "no options" if self.options == "none" else self.options
+        return ", ".join(filter(None, (size, self.dtype, options)))
 
     @property
     def buckets(self) -> str:
-        """`buckets of 25 MiB with bf16` or `DDP's default buckets with bf16`: in sentences."""
-        return f"DDP's {self.text}" if self.bucket_mb == DEFAULT else f"buckets of {self.text}"
+        """`buckets of 25 MiB with bf16` or `DDP's default buckets with bf16`: in sentences that
+        name the dtype elsewhere."""
+        text = self._replace(dtype=None).text
+        return f"DDP's {text}" if self.bucket_mb == DEFAULT else f"buckets of {text}"
 
 
 def show_bucket_size(bucket_mb: float | str, unit: str) -> str:
     return bucket_mb if isinstance(bucket_mb, str) else f"{bucket_mb:.15g}{unit}"
 
 
+def varies_dtype(args: argparse.Namespace) -> bool:
+    """Whether the settings of a case differ in their dtype."""
+    return bool(args.interleave and len(args.dtype) > 1)
+
+
 def all_settings(args: argparse.Namespace) -> list[Setting]:
-    """All combinations of bucket sizes and hooks."""
-    return [Setting(*pair) for pair in itertools.product(args.bucket_size, args.comm_hook)]
+    """All combinations of bucket sizes, hooks, dtypes within a case, and options."""
+    dtypes = args.dtype if varies_dtype(args) else [None]
+    given = (args.bucket_size, args.comm_hook, dtypes, args.ddp_options or [None])
+    return list(itertools.starmap(Setting, itertools.product(*given)))
 
 
 def settings_of(key: Key) -> list[Setting]:
@@ -279,9 +315,14 @@ def settings_of(key: Key) -> list[Setting]:
     if not key["ddp"]:
         return []
     if "settings" not in key:
-        return [Setting(key["bucket_size_mb"], key["comm_hook"])]
-    labels = [label.split() for label in key["settings"].split(", ")]
-    return [Setting(bucket_size(size.removesuffix("MB")), hook) for size, hook in labels]
+        return [Setting(key["bucket_size_mb"], key["comm_hook"], None, key.get("ddp_options"))]
+    settings = []
+    for label in key["settings"].split(", "):
+        size, hook, *others = label.split()
+        dtype = others.pop(0) if others and others[0] in DTYPES else None
+        options = others[0] if others else None
+        settings.append(Setting(bucket_size(size.removesuffix("MB")), hook, dtype, options))
+    return settings
 
 
 # -- the workload: plain torch ---------------------------------------------------------------------
@@ -441,6 +482,7 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
         model = make_model(key["model"], job.device)
         batch = make_batch(key["batch_size"], key["image_size"], job.device)
     if setting:
+        key = key | options_of(setting)
         options = {name: key[name] for name in DDP_OPTIONS}
         bucket_mb = None if isinstance(setting.bucket_mb, str) else setting.bucket_mb
         model = wrap(model, group.workload, bucket_mb, setting.hook, **options)
@@ -448,10 +490,13 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
             model.register_comm_hook(*make_hook(setting.hook, group.workload))
         refuse_deadlock(model, setting, dist.get_backend(group.workload))
     optimizer = make_optimizer(model.parameters())
+    dtype = (setting and setting.dtype) or key["dtype"]
     make_step = partial(
-        training_step, optimizer=optimizer, dtype=key["dtype"], accumulate=key["accumulate"]
+        training_step, optimizer=optimizer, dtype=dtype, accumulate=key["accumulate"]
     )
     step = make_step(model, batch)
+    if setting and setting.dtype:
+        step = in_precision(dtype, step)
     try:
         for _ in range(SETTLING_STEPS):
             step()
@@ -463,6 +508,24 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
     # regardless of the loss
     without_rate(optimizer)
     return Replica(setting, model, batch, tokens, make_step, step)
+
+
+def options_of(setting: Setting) -> dict[str, bool]:
+    """The arguments of DDP that a setting sets, in addition to those of the flags."""
+    return {name: True for name in DDP_OPTIONS if name in (setting.options or "").split("+")}
+
+
+def in_precision(dtype: str, step: Step) -> Step:
+    """A step that sets the precision for a dtype, unless the step before has set it: in a block,
+    that is the untimed one."""
+    products, _ = PRECISION.get(dtype) or PRECISION["fp32"] or ("", False)
+
+    def run() -> None:
+        if torch.get_float32_matmul_precision() != products:
+            set_precision(dtype)
+        step()
+
+    return run
 
 
 def known_reason(
@@ -491,7 +554,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     Memory is read before the breakdown, which itself allocates memory.
     """
     job = bench.job
-    set_precision(key["dtype"])
+    set_precision(key["dtype"] or "fp32")
     memory_before = start_peak(job.device)
     settings = settings_of(key)
     of_replicas: Sequence[Setting | None] = settings or [None]
@@ -503,7 +566,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
         parts[setting.label] = replica.step
     model = first.model
     if isinstance(model, DistributedDataParallel) and key["breakdown"]:
-        # buckets and hooks do not affect a step without averaging, so one replica is sufficient
+        # buckets, hooks and options play no part without averaging, so one replica is sufficient
         parts["local compute"] = first.make_step(model, first.batch, average=False)
         # see average_alone; a hook of the user's may need more of a bucket than its buffer
         can_be_alone = settings[0].hook in HOOKS and settings[0].hook != "powersgd"
@@ -787,6 +850,7 @@ def rows_of(case: Case) -> list[Case]:
     named = []
     for setting, row in zip(settings, rows, strict=True):
         key = case.key | {"bucket_size_mb": setting.bucket_mb, "comm_hook": setting.hook}
+        key |= {"settings": setting.label, "dtype": setting.dtype or key["dtype"]}
         named.append(replace(row, name=f"{case.name} {setting.label}", key=key))
     return named
 
@@ -822,6 +886,8 @@ def answer(cases: list[Case], names: Sequence[str] = ()) -> list[Sentence]:
     ranks = max(len(case.ranks) for case in with_ddp)
     largest = [case for case in with_ddp if len(case.ranks) == ranks]
     first, model = largest[0], model_of(largest[0])
+    if setting_of(first).dtype:
+        model = first.key["model"]
     if "settings" in first.key:
         begin = f"{model}, {count_of(ranks, 'rank')}"
         compared = compare_rows(largest, lambda row: setting_of(row).text)
@@ -840,7 +906,7 @@ def model_of(case: Case) -> str:
 
 
 def setting_of(row: Case) -> Setting:
-    return Setting(row.key["bucket_size_mb"], row.key["comm_hook"])
+    return settings_of(row.key)[0]
 
 
 def scaling(case: Case, names: Sequence[str] = ()) -> Sentence:
@@ -919,33 +985,42 @@ def name_of(ranks: int, node_ranks: int, device: torch.device) -> str:
     return f"{machines}M/{min(ranks, node_ranks)}{kind}" + (f" ({ranks})" if machines > 1 else "")
 
 
-def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace, job: Job) -> str:
-    """The settings that all cases of a table share. size: batch size per rank; None if unknown."""
+def title_of(
+    model: str, dtype: str | None, size: int | None, args: argparse.Namespace, job: Job
+) -> str:
+    """The settings that all cases of a table share. dtype: None if it differs within cases. size:
+    batch size per rank; None if unknown."""
     batch = f"batch size {size or 'unknown'} per rank (weak scaling)"
     if args.global_batch:
         batch = f"global batch {args.global_batch} (strong scaling)"
     parts = [model, batch]
     if not is_own(model):
         parts.append(f"{args.image_size} px")
-    parts.append(name_precision(dtype, job.device))
+    if dtype:
+        parts.append(name_precision(dtype, job.device))
     if len(args.bucket_size) == 1:
         parts.append(Setting(args.bucket_size[0], "none").buckets)
     if len(args.comm_hook) == 1 and args.comm_hook != ["none"]:
         parts.append(f"hook {args.comm_hook[0]}")
     if args.accumulate > 1:
         parts.append(f"{args.accumulate} batches accumulated")
-    parts += [name.replace("_", " ") for name in DDP_OPTIONS if getattr(args, name)]
+    options = [name for name in DDP_OPTIONS if getattr(args, name)]
+    if len(args.ddp_options) == 1:
+        options += args.ddp_options
+    parts += [name.replace("_", " ") for name in options if name != "none"]
     return ", ".join(parts)
 
 
 def plan(
     args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, Trial]
 ) -> dict[str, list[Planned]]:
-    """The cases by the title of their table; each model and dtype has a table. own: the trials of
-    your own models, by name. Of those that communicate, cases of one rank are omitted."""
+    """The cases by the title of their table: of each model and, unless it alternates, each dtype.
+    own: the trials of your own models, by name. Of those that communicate, cases of one rank are
+    omitted."""
     tables, settings = {}, all_settings(args)
     fixed = {name: getattr(args, name) for name in ("global_batch", "accumulate", *DDP_OPTIONS)}
-    for model, dtype in itertools.product(args.models, args.dtype):
+    dtypes = [None] if varies_dtype(args) else args.dtype
+    for model, dtype in itertools.product(args.models, dtypes):
         of_table = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
         of_table["image_size"] = None if is_own(model) else args.image_size
         size = own[model].samples if model in own else args.batch_size
@@ -955,7 +1030,9 @@ def plan(
         no_ddp = {"ddp": False, "batch_size": size, "bucket_size_mb": None, "comm_hook": None}
         cases: list[Planned] = []
         if not (args.global_batch or together):
-            cases.append(Planned("no ddp", 1, of_table | no_ddp))
+            for each in [dtype] if dtype else args.dtype:
+                name = "no ddp" if dtype else f"no ddp {each}"
+                cases.append(Planned(name, 1, of_table | no_ddp | {"dtype": each}))
         for ranks in sizes:
             if together and ranks == 1:
                 continue
@@ -967,12 +1044,14 @@ def plan(
                 ddp |= {"bucket_size_mb": None, "comm_hook": None, "settings": labels}
                 cases.append(Planned(name, ranks, ddp))
                 continue
-            for bucket_mb, hook in settings:
-                size_label = show_bucket_size(bucket_mb, "MB")
+            for setting in settings:
+                size_label = show_bucket_size(setting.bucket_mb, "MB")
                 label = f" {size_label}" if len(args.bucket_size) > 1 else ""
-                label += f" {hook}" if len(args.comm_hook) > 1 else ""
-                setting = {"bucket_size_mb": bucket_mb, "comm_hook": hook}
-                cases.append(Planned(name + label, ranks, ddp | setting))
+                label += f" {setting.hook}" if len(args.comm_hook) > 1 else ""
+                label += f" {setting.options}" if len(args.ddp_options) > 1 else ""
+                of_case = {"bucket_size_mb": setting.bucket_mb, "comm_hook": setting.hook}
+                of_case |= {"ddp_options": setting.options} if setting.options else {}
+                cases.append(Planned(name + label, ranks, ddp | of_case | options_of(setting)))
         tables[title_of(model, dtype, size, args, job)] = cases
     return tables
 
@@ -989,11 +1068,16 @@ def main() -> int:
         for hook in filter(is_own, args.comm_hook):
             bench.prepare("--comm-hook", partial(check_hook, hook))
         # DDP trains a model with unused parameters under each of these options
+        allowing = {"find_unused_parameters", "static_graph"}
         idle_allowed = args.find_unused_parameters or args.static_graph
+        if args.ddp_options:
+            idle_allowed |= all(allowing.intersection(x.split("+")) for x in args.ddp_options)
         alone = "no ddp, 1M/1R and the efficiency"
         own = try_on_all(bench, args.models, job.rank, sizes[-1], alone, idle_allowed=idle_allowed)
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
+        if varies_dtype(args):
+            bench.print("# no breakdown: local compute and one rank differ between dtypes")
         columns, names = columns_of(args), rank_names(bench.report.environment)
 
         def answer_of(cases: list[Case]) -> list[Sentence]:

@@ -330,6 +330,30 @@ def test_interleaved_settings(bench: Callable[..., Any]) -> None:
 
 
 @smoke
+def test_interleaved_dtypes_and_options(bench: Callable[..., Any]) -> None:
+    """A parameter without a gradient requires one of two options."""
+    options = "static_graph,find_unused_parameters+gradient_as_bucket_view"
+    flags = ("--model", "tests.own_models:idle", "--world-sizes", "2", "--interleave")
+    run = bench(SCRIPT, *SHORT, *flags, "--dtype", "fp32,bf16", "--ddp-options", options)
+    assert run.status == 0, run.err
+    *alone, case = run.report.cases
+    assert [(c.name, c.key["dtype"]) for c in alone] == [
+        ("no ddp fp32", "fp32"),
+        ("no ddp bf16", "bf16"),
+    ]
+    assert case.check == "passed"
+    labels = [f"default none {x} {y}" for x in ("fp32", "bf16") for y in options.split(",")]
+    assert list(case.samples_s) == ["step", *labels[1:]]
+    said = run.report.end["answer"]
+    model = "tests.own_models:idle"
+    assert said[0].startswith(f"{model}, fp32, DDP's default buckets, static_graph: DDP")
+    settings = ("fp32, find_unused_", "bf16, static_graph ", "bf16, find_unused_")
+    for sentence, setting in zip(said[1:4], settings, strict=True):
+        assert sentence.startswith(f"{model}, 2 ranks: default buckets, {setting}")
+    assert "# no breakdown: local compute and one rank differ between dtypes\n" in run.out
+
+
+@smoke
 def test_hooks_of_ones_own(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

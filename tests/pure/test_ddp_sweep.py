@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import ddp_sweep
+from benchmarks.ddp_sweep import Setting
 from benchmarks.workloads.settings import compare_settings, fastest, simultaneous
 from common.stats import Estimate, Times
 from common.table import fitted
@@ -190,29 +191,62 @@ def test_by_default_ddp_chooses_its_buckets() -> None:
     assert (setting.label, setting.text) == ("default bf16", "default buckets with bf16")
     assert setting.buckets == "DDP's default buckets with bf16"
     mixed = {"ddp": True, "settings": "default none, 0.1MB bf16"}
-    assert ddp_sweep.settings_of(mixed) == [("default", "none"), (0.1, "bf16")]
+    assert ddp_sweep.settings_of(mixed) == [Setting("default", "none"), Setting(0.1, "bf16")]
+    words = "default none fp32 none", "25MB bf16 bf16 static_graph+gradient_as_bucket_view"
+    first, second = ddp_sweep.settings_of({"ddp": True, "settings": ", ".join(words)})
+    assert first == Setting("default", "none", "fp32", "none")
+    assert (first.label, second.label) == words
+    assert first.text == "default buckets, fp32, no options"
+    assert second.buckets == "buckets of 25 MiB with bf16, static_graph+gradient_as_bucket_view"
+    assert ddp_sweep.options_of(first) == {}
+    assert ddp_sweep.options_of(second) == dict.fromkeys(
+        ("static_graph", "gradient_as_bucket_view"), True
+    )
 
 
 def test_settings_of_a_key_and_cases_of_interleave() -> None:
     flags = (
         "--interleave --bucket-size 25,0.1 --comm-hook none,bf16 --world-sizes 2 --model resnet18"
     )
-    args = ddp_sweep.parse_args([*flags.split(), "--device", "cpu", "--dtype", "fp32,bf16"])
+    args = ddp_sweep.parse_args([*flags.split(), "--device", "cpu"])
     job: Any = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
-    tables = ddp_sweep.plan(args, job, [1, 2], {})
-    assert len(tables) == 2  # one for each dtype
-    for cases in tables.values():
-        assert [(name, ranks) for name, ranks, _ in cases] == [
-            *(("no ddp", 1), ("1M/1R", 1), ("1M/2R", 2))
-        ]
-        assert cases[2][2]["settings"] == "25MB none, 25MB bf16, 0.1MB none, 0.1MB bf16"
-        assert ddp_sweep.settings_of(cases[2][2]) == ddp_sweep.all_settings(args)
-        assert ddp_sweep.settings_of(cases[0][2]) == []
-        assert ddp_sweep.row_labels(cases)[:2] == ["no ddp", "1M/1R 25MB none"]
+    [cases] = ddp_sweep.plan(args, job, [1, 2], {}).values()
+    assert [(name, ranks) for name, ranks, _ in cases] == [
+        *(("no ddp", 1), ("1M/1R", 1), ("1M/2R", 2))
+    ]
+    assert cases[2][2]["settings"] == "25MB none, 25MB bf16, 0.1MB none, 0.1MB bf16"
+    assert ddp_sweep.settings_of(cases[2][2]) == ddp_sweep.all_settings(args)
+    assert ddp_sweep.settings_of(cases[0][2]) == []
+    assert ddp_sweep.row_labels(cases)[:2] == ["no ddp", "1M/1R 25MB none"]
     args.interleave = False
     names = [name for name, _, _ in next(iter(ddp_sweep.plan(args, job, [2], {}).values()))]
     labels = ("25MB none", "25MB bf16", "0.1MB none", "0.1MB bf16")
     assert names == ["no ddp", *(f"1M/2R {label}" for label in labels)]
+
+
+def test_dtypes_and_options_alternate() -> None:
+    """There is then one table, without a breakdown. One after the other, each dtype has one."""
+    flags = "--device cpu --model resnet18 --dtype fp32,bf16 --ddp-options none,static_graph"
+    job: Any = SimpleNamespace(world_size=2, local_world_size=2, device=torch.device("cpu"))
+    args = ddp_sweep.parse_args([*flags.split(), "--interleave"])
+    [cases] = ddp_sweep.plan(args, job, [2], {}).values()
+    assert [(case.name, case.key["dtype"]) for case in cases] == [
+        *(("no ddp fp32", "fp32"), ("no ddp bf16", "bf16"), ("1M/2R", None))
+    ]
+    key = cases[2].key
+    assert not key["breakdown"]
+    labels = [f"default none {x} {y}" for x in ("fp32", "bf16") for y in ("none", "static_graph")]
+    assert key["settings"] == ", ".join(labels)
+    case = Case(key=key | {"device": "cpu"}, ranks=[0, 1], name="1M/2R", metrics={})
+    rows = ddp_sweep.rows_of(case)
+    assert [ddp_sweep.model_of(row) for row in rows] == ["resnet18, fp32"] * 2 + [
+        "resnet18, bf16"
+    ] * 2
+    assert [ddp_sweep.setting_of(row).label for row in rows] == labels
+    args = ddp_sweep.parse_args(flags.split())
+    for cases in ddp_sweep.plan(args, job, [2], {}).values():
+        assert [case.name for case in cases] == ["no ddp", "1M/2R none", "1M/2R static_graph"]
+        assert [case.key["static_graph"] for case in cases] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ MISTAKES = [
     (
         "ddp_sweep",
         "--interleave",
-        "expected several bucket sizes or hooks, got only default buckets; e.",
+        "expected several bucket sizes, hooks, dtypes or --ddp-options, got only default buckets",
     ),
     (
         "ddp_sweep",
@@ -120,6 +120,8 @@ MISTAKES = [
         "got only default buckets with bf16; e.g. --comm",
     ),
     ("input_sweep", "--model resnet19", "unknown model 'resnet19'; did you mean resnet"),
+    ("ddp_sweep", "--ddp-options static", "got 'static'; did you mean static_graph"),
+    ("ddp_sweep", "--interleave --dtype default,bf16", "alternates fp32, tf32 and bf16, got def"),
     ("input_sweep", "--cache hot", "expected one or more of warm, cold"),
     (
         "input_sweep",
