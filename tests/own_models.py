@@ -107,3 +107,9 @@ def diverges(device: torch.device) -> Any:
     """The loss is infinite from the first step on."""
     model = nn.Linear(4, 1).to(device)
     return model, (torch.ones(3, 4, device=device),), lambda output: output.sum() * float("inf")
+
+
+def in_bf16(device: torch.device) -> Any:
+    """Parameters and gradients are bf16."""
+    model = nn.Linear(4, 4).to(device, torch.bfloat16)
+    return model, (torch.ones(3, 4, dtype=torch.bfloat16, device=device),), torch.mean

@@ -58,7 +58,8 @@ class Row:
     occur in stdout or stderr. lacks: a pattern that does not. failed: a text in the check of at
     least one case; all other cases pass or are skipped. on_cpu: flags for a run on the CPU over
     gloo, with the same values. contexts: number of CUDA contexts, one for each process and GPU;
-    None: not counted. implementations: whether to run the command with each implementation of
+    None: not counted. communicators: the largest number that one process has open at a time; None:
+    not counted. implementations: whether to run the command with each implementation of
     `nccl`. ran: operations of NCCL on rank 0 of a communicator. types: 16-bit types on which
     operators run; None: any. peak_kib: limit on the peak memory of a case, by its model.
     """
@@ -73,6 +74,7 @@ class Row:
     failed: str = ""
     on_cpu: str = ""
     contexts: int | None = None
+    communicators: int | None = None
     ci: bool = False
     implementations: bool = True
     cold: bool = False
@@ -191,6 +193,8 @@ ROWS = [
     # with two trainers, the second gradient and the average would be on one stream
     Row("late parameter_server", 5, f"{PS} --ncudatrainer 3 --ncudaserver 1 --routes allreduce,rpc",
         variables=LATE, says=(MAPS,), types=()),
+    Row("late rpc_latency", 2, f"{RPC} {SERVERS} --sizes 4 --ops rpc_sync,async_execution",
+        variables=LATE, **GLOO),
     Row("late batch_update_ps", 3, f"{B}/batch_update_ps.py {SERVERS} {SHORT}", variables=LATE),
     # memory of a case does not outlive it, also if it fails
     Row("memory of cases", 2, f"{DDP},tests.own_models:noisy {SHORT} "
@@ -205,6 +209,11 @@ ROWS = [
         types=("BFloat16",), **GLOO),
     Row("ddp hook bf16", 2, f"{DDP} {SHORT} --comm-hook bf16 --world-sizes 2 --no-breakdown",
         types=("BFloat16",), **GLOO),
+    Row("ddp bf16 model", 2, f"{B}/ddp_sweep.py --model tests.own_models:in_bf16 {SHORT} "
+        "--world-sizes 2", ran=("2 ran 31 AllReduce bf16, 1240 bytes, 31 awaited",), **GLOO),
+    # the groups of at most 4 numbers of ranks stay open
+    Row("ddp 5 ranks", 5, f"{B}/ddp_sweep.py --model tests.own_models:noisy {SHORT} "
+        "--world-sizes 1,2,3,4,5 --no-breakdown", communicators=4, **GLOO),
     Row("ddp unused", 3, f"{B}/ddp_sweep.py --model tests.own_models:idle "
         f"--find-unused-parameters {SHORT}", types=(), **GLOO),
     # as many contexts as with RPC
@@ -523,7 +532,7 @@ def test_fault(
     try:
         check_row(row, NCCL2[0], bench, lab, tmp_path, checkout)
     except AssertionError as caught:
-        shown = r"failed: \w.*|NCCL mismatch.*|^no '.*|^operators on .*|Error: \w.*"
+        shown = r"failed: \w.*|^HANG: .*|NCCL mismatch.*|^no '.*|^operators on .*|Error: \w.*"
         words = re.findall(shown, str(caught), re.MULTILINE)
         reason = str([*words, *str(caught).splitlines()][0]).strip()
     with results.open("a") as table:
@@ -571,6 +580,23 @@ def check_row(
         compare_values(folder / "cuda", folder / "cpu", 0.15 if row.types else 1e-3)
     contexts = re.findall(r"pid (\d+) has a context on device (\d+)", run.err)
     assert row.contexts in (None, len(contexts)), contexts
+    if row.communicators:
+        most = max(open_communicators(run.err).values())
+        assert most == row.communicators, f"{most} communicators open at a time\n{run.err}"
+
+
+def open_communicators(said: str) -> dict[str, int]:
+    """The largest number of communicators that each process had open at a time."""
+    opened: dict[str, str] = {}  # communicator and rank -> process
+    most: dict[str, int] = {}
+    event = r"NCCL communicator (\S+ rank \d+) of .* pid (\d+)|NCCL (\S+ rank \d+) of \d+ ran"
+    for new, process, ended in re.findall(event, said):
+        if new:
+            opened[new] = process
+            most[process] = max(most.get(process, 0), list(opened.values()).count(process))
+        else:
+            opened.pop(ended, None)  # a line for each kind of operation
+    return most
 
 
 @pytest.mark.parametrize("nccl2", NCCL2)

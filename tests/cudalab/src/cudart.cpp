@@ -54,8 +54,13 @@ struct Stream {
   shared_ptr<lab::Work> newest;  // of NCCL, also if it is done
   shared_ptr<Capture> capture;
 };
+struct Cell {  // of an event that two processes share; in a file of the process that created it
+  std::atomic<uint64_t> recorded, done, wanted;  // numbers of records: made, reached, and waited for
+  std::atomic<int> pid;                          // that has made the last record
+};
 struct Event {
   unsigned flags = 0;
+  Cell* cell = nullptr;  // if it is shared
   int device = 0;
   bool recorded = false;
   int64_t recorded_ns = 0;
@@ -237,6 +242,19 @@ struct Task {
 };
 constexpr int64_t LATEST_NS = 200'000'000;
 std::vector<Task> tasks;  // in the order of their launch
+struct Shared {
+  Cell* cell;
+  uint64_t number;
+  shared_ptr<lab::Work> work;
+};
+std::vector<Shared> shared;  // records of events that other processes may wait for
+// Whether a record of a process, which also runs its kernels late, has been reached; otherwise it is wanted.
+bool reached(Cell* cell, uint64_t number, int pid) {
+  if (cell->done >= number) return true;
+  if (cell->wanted < number) cell->wanted = number;
+  static std::atomic<unsigned> polls{0};
+  return ++polls % 1000 == 0 && kill(pid, 0);  // whether it has ended; asked seldom, because that is a system call
+}
 
 void want(const lab::Works& works) {  // the host waits for them; requires m
   lab::Works stack = works;
@@ -245,6 +263,7 @@ void want(const lab::Works& works) {  // the host waits for them; requires m
     stack.pop_back();
     if (work->done || work->wanted) continue;
     work->wanted = true;
+    if (work->ready) work->ready();  // another process learns that it is wanted
     stack.insert(stack.end(), work->before.begin(), work->before.end());
   }
   finished.notify_all();
@@ -253,12 +272,18 @@ void run_late() {
   std::unique_lock<mutex> lock(m);
   for (;;) {
     int64_t now = lab::now_ns();
+    std::erase_if(shared, [](Shared& record) {
+      bool wanted = record.cell->wanted >= record.number;
+      if (wanted) want({record.work});
+      return wanted || record.work->done;
+    });
     auto it = std::find_if(tasks.rbegin(), tasks.rend(), [&](Task& task) {
       drop_done(task.work->before);
-      return task.work->before.empty() && (task.work->wanted || now > task.launched_ns + LATEST_NS);
+      return task.work->before.empty() && (task.work->wanted || now > task.launched_ns + LATEST_NS) && (!task.work->ready || task.work->ready());
     });
     if (it == tasks.rend()) {
-      finished.wait_for(lock, std::chrono::milliseconds(tasks.empty() ? 1000 : 2));
+      bool depends = std::any_of(tasks.begin(), tasks.end(), [](Task& task) { return bool(task.work->ready); });
+      finished.wait_for(lock, std::chrono::microseconds(depends ? 100 : tasks.empty() ? 1'000'000 : 2000));
       continue;
     }
     Task task = std::move(*it);
@@ -432,21 +457,26 @@ void sync_all() {
   }
   wait(works);
 }
+static shared_ptr<Work> add_task(cudaStream_t s, std::function<void()> kernel, std::function<bool()> ready = nullptr) {  // requires m
+  Stream* stream = find(s);
+  drop_done(stream->works);
+  auto work = std::make_shared<Work>();
+  work->before = stream->works;
+  stream->works = {work};
+  work->ready = std::move(ready);
+  tasks.push_back({work, std::move(kernel), t_device, now_ns()});
+  static int running_in = 0;
+  if (running_in != getpid()) std::thread(run_late).detach();
+  running_in = getpid();
+  return work;
+}
 void launch(cudaStream_t s, std::function<void()> kernel) {
   if (!late()) {
     sync(s);
     return kernel();
   }
   lock_guard<mutex> lock(m);
-  Stream* stream = find(s);
-  drop_done(stream->works);
-  auto work = std::make_shared<Work>();
-  work->before = stream->works;
-  stream->works = {work};
-  tasks.push_back({work, std::move(kernel), t_device, now_ns()});
-  static int running_in = 0;
-  if (running_in != getpid()) std::thread(run_late).detach();
-  running_in = getpid();
+  add_task(s, std::move(kernel));
 }
 
 bool capturing(cudaStream_t s) {
@@ -646,6 +676,12 @@ API cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
   a->hostPointer = (void*)p;
   return cudaSuccess;
 }
+struct IpcHandle { int pid, fd; size_t offset; };
+static std::map<std::pair<int, int>, char*> mapped;
+static bool of_another_process(const void* p) {
+  lock_guard<mutex> lock(m);
+  return std::any_of(mapped.begin(), mapped.end(), [&](auto& item) { return p >= item.second && p < item.second + ARENA; });
+}
 static cudaError_t copy(void* to, const void* from, size_t n, cudaStream_t s, bool waits) {
   TOUCH;
   if (broken()) return fail(cudaErrorAssert);
@@ -665,7 +701,7 @@ static cudaError_t copy(void* to, const void* from, size_t n, cudaStream_t s, bo
   auto pageable = [](const void* p) {
     cudaPointerAttributes found;
     cudaPointerGetAttributes(&found, p);
-    return found.type == cudaMemoryTypeUnregistered;
+    return found.type == cudaMemoryTypeUnregistered && !of_another_process(p);
   };
   launch(s, move);
   if (waits || pageable(to) || pageable(from)) sync(s);
@@ -691,8 +727,6 @@ API cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) {
 }
 API cudaMemset(void* p, int v, size_t n) { return cudaMemsetAsync(p, v, n, 0); }
 
-struct IpcHandle { int pid, fd; size_t offset; };
-static std::map<std::pair<int, int>, char*> mapped;
 API cudaIpcGetMemHandle(cudaIpcMemHandle_t* h, void* p) {
   Place found;
   if (!place(p, &found)) return fail(cudaErrorInvalidValue);
@@ -725,7 +759,31 @@ API cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t h, unsigned) {
   return cudaSuccess;
 }
 API cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
-API cudaIpcGetEventHandle(cudaIpcEventHandle_t* h, cudaEvent_t) { memset(h, 0, sizeof *h); return cudaSuccess; }
+
+static Cell* cells = nullptr;
+static int cells_fd = -1;
+constexpr size_t CELLS = size_t(1) << 20;  // used in turn: by then nothing waits for the old event
+static Cell* new_cell() {
+  static std::atomic<size_t> made{0};
+  lock_guard<mutex> lock(m);
+  if (!cells) {
+    int fd = memfd_create("cudalab events", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, CELLS * sizeof(Cell))) return nullptr;
+    cells = (Cell*)mmap(nullptr, CELLS * sizeof(Cell), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    cells_fd = fcntl(fd, F_DUPFD_CLOEXEC, 500);
+    close(fd);
+  }
+  Cell* cell = cells + made++ % CELLS;
+  cell->recorded = cell->done = cell->wanted = cell->pid = 0;
+  return cell;
+}
+API cudaIpcGetEventHandle(cudaIpcEventHandle_t* h, cudaEvent_t e) {
+  Event* event = (Event*)e;
+  if (!event->cell || event->cell < cells || event->cell >= cells + CELLS) return fail(cudaErrorInvalidResourceHandle);
+  memset(h, 0, sizeof *h);
+  *(IpcHandle*)h = {getpid(), cells_fd, size_t((char*)event->cell - (char*)cells)};
+  return cudaSuccess;
+}
 
 // -- streams
 API cudaStreamCreateWithPriority(cudaStream_t* s, unsigned flags, int priority) {
@@ -781,6 +839,12 @@ API cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   lock_guard<mutex> lock(m);
   STREAM(s);
   Event* event = (Event*)e;
+  if (Cell* cell = event->cell; cell && late() && cell->pid && cell->pid != getpid()) {
+    uint64_t number = cell->recorded;
+    int pid = cell->pid;
+    add_task(s, [] {}, [=] { return reached(cell, number, pid); });
+    return cudaSuccess;
+  }
   if (event->capture && !event->capture->streams.empty()) {
     if (!stream->capture) { stream->capture = event->capture; event->capture->streams.insert(s); }
   } else if (stream->capture) {
@@ -808,16 +872,34 @@ API cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void* data) {
 API cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void* data, unsigned) { sync(s); f(s, cudaSuccess, data); return cudaSuccess; }
 
 // -- events
-API cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags) { TOUCH; Event* event = new Event; event->flags = flags; event->device = t_device; *e = (cudaEvent_t)event; return cudaSuccess; }
+API cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags) {
+  TOUCH;
+  Event* event = new Event;
+  event->flags = flags;
+  event->device = t_device;
+  if (flags & cudaEventInterprocess) event->cell = new_cell();
+  *e = (cudaEvent_t)event;
+  return cudaSuccess;
+}
 API cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlags(e, 0); }
 API cudaEventDestroy(cudaEvent_t e) { delete (Event*)e; return cudaSuccess; }
 API cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) {
   Event* event = (Event*)e;
-  if (event->flags & cudaEventInterprocess) sync(s);
+  if (event->cell && !late()) sync(s);
   if (broken()) return fail(cudaErrorAssert);
-  if (late() && !capturing(s)) launch(s, [] {});  // an event is as late as a kernel
+  bool captures = capturing(s);
   lock_guard<mutex> lock(m);
   STREAM(s);
+  if (late() && !captures) {  // an event is as late as a kernel
+    if (Cell* cell = event->cell) {
+      uint64_t number = ++cell->recorded;
+      int before = cell->pid.exchange(getpid());
+      auto work = add_task(s, [=] { cell->done = number; }, [=] { return reached(cell, number - 1, before); });
+      shared.push_back({cell, number, work});
+    } else {
+      add_task(s, [] {});
+    }
+  }
   if (event->device != stream->device) return fail(cudaErrorInvalidResourceHandle);
   activate(stream->device);
   drop_done(stream->works);
@@ -830,7 +912,15 @@ API cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) {
   return cudaSuccess;
 }
 API cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
-API cudaIpcOpenEventHandle(cudaEvent_t* e, cudaIpcEventHandle_t) { return cudaEventCreateWithFlags(e, cudaEventDisableTiming | cudaEventInterprocess); }
+API cudaIpcOpenEventHandle(cudaEvent_t* e, cudaIpcEventHandle_t h) {
+  IpcHandle* handle = (IpcHandle*)&h;
+  char* base = lab_map(handle->pid, handle->fd);
+  if (!base) return fail(cudaErrorMapBufferObjectFailed);
+  Event* event = new Event{.flags = cudaEventDisableTiming, .cell = (Cell*)(base + handle->offset)};
+  event->device = t_device;
+  *e = (cudaEvent_t)event;
+  return cudaSuccess;
+}
 static bool complete(Event* event) {
   return std::all_of(event->works.begin(), event->works.end(), [](auto& w) { return w->done.load(); });
 }
