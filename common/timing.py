@@ -154,6 +154,7 @@ class TimedLoop:
         block = self.group.broadcast(iterations_per_block(round_s, self.rule, differences))
         stop = ""
         gc.collect()
+        collects = gc.isenabled()  # a model may have disabled it
         gc.disable()  # a collection on one rank would delay all ranks
         start = perf_counter()
         try:
@@ -166,7 +167,8 @@ class TimedLoop:
                 if self.rule.iters:  # the last block may be shorter
                     block = max(1, min(block, self.rule.iters - len(self.samples_s[STEP])))
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         returned = self.workload.returned(self.values) if self.workload.returned else None
         # with gloo the host waits for the device in each step
         waits = self.device.type != "cuda" or dist.get_backend(self.group.workload) == "gloo"

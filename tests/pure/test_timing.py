@@ -249,12 +249,21 @@ def test_the_stop_rule_of_unaligned_ranks_uses_the_slowest_rank(
     assert reached.call_args.args[0] == [3.0, 3.0, 3.0, 3.0]
 
 
-def test_garbage_collection_is_off_within_blocks_and_restored_after_an_error(group: Group) -> None:
-    collects = iter([True] + [False] * 8)
+@pytest.mark.parametrize("before", [True, False])
+def test_garbage_collection_is_off_within_blocks_and_restored_after_an_error(
+    group: Group, before: bool
+) -> None:
+    """A model may have disabled it."""
+    collects = iter([before] + [False] * 8)
 
     def step() -> None:
         assert gc.isenabled() == next(collects)  # after 9 calls StopIteration ends the loop
 
-    with pytest.raises(StopIteration):
-        TimedLoop(Workload(step), group, CPU, StopRule(iters=20, warmup_iters=1)).run()
-    assert gc.isenabled()
+    try:
+        if not before:
+            gc.disable()
+        with pytest.raises(StopIteration):
+            TimedLoop(Workload(step), group, CPU, StopRule(iters=20, warmup_iters=1)).run()
+        assert gc.isenabled() == before
+    finally:
+        gc.enable()
