@@ -30,7 +30,8 @@ def late_ranks(
     minus the slowest of the others, in each iteration. This is what mending them would gain.
 
     It is the slowest rank or, if others are about as late, the fewest of the slowest ones for which
-    the others certainly wait longer than least_s; None if there are none among half of the ranks.
+    the others certainly wait longer than least_s, and each of which certainly takes longer by as
+    much than the median of the others; None if there are none among half of the ranks.
     Pass local compute: in a synchronized step all ranks look equally slow. samples: seconds
     [ranks, n]. rounds: iterations of each round, n in total.
     """
@@ -41,8 +42,10 @@ def late_ranks(
     waits = (slowest[:-1] - of_others[1:])[: len(x) // 2]
     for row in np.flatnonzero(np.median(waits, axis=1) > least_s):
         wait = mean_of_differences(waits[row], rounds)
-        if wait.above(least_s):
-            return sorted(order[: row + 1].tolist()), wait
+        named, others = order[: row + 1], np.median(x[order[row + 1 :]], axis=0)
+        each = (mean_of_differences(x[rank] - others, rounds) for rank in named)
+        if wait.above(least_s) and all(one.above(least_s) for one in each):
+            return sorted(named.tolist()), wait
     return None
 
 
