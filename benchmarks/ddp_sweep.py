@@ -675,8 +675,10 @@ def compare_with_mean(replica: Replica, group: Group) -> str | None:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """At most SAMPLED evenly spaced values of a tensor, as float64 on the CPU."""
-    flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1)
+    """At most SAMPLED evenly spaced values of a tensor, as float64 on the CPU: of a complex one its
+    real and imaginary parts."""
+    dense = (tensor.to_dense() if tensor.is_sparse else tensor).detach()
+    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
     return flat[:: max(1, math.ceil(len(flat) / SAMPLED))].double().cpu()
 
 

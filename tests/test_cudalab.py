@@ -90,6 +90,7 @@ B = "benchmarks"
 CPU = "--device cpu"
 SERVERS = "--device cuda --server-device cuda"
 DDP = f"{B}/ddp_sweep.py --model tests.own_models:gpt"
+TOGETHER = ",".join(f"tests.communicating_models:{x}" for x in ("towers", "experts"))
 PAR = f"{B}/parallel_sweep.py --model decoder-nano --global-batch 4"
 ALL = f"{B}/collectives.py --collective all -b 64 -e 4K -f 64 -n 2 {SHORT}"
 ONE = f"{B}/collectives.py -b 64 -e 4K -f 64 -n 2 {SHORT}"
@@ -108,7 +109,7 @@ NAMED = "does not answer"
 # of the case before, 15 KiB, may still be in use
 PEAKS = {"tests.own_models:gpt": 160.0, "tests.own_models:noisy": 50.0}
 # What NCCL ran in all timed cases: 6 rounds of 2 steps and 1 of warm-up are 13 of a step or a part.
-# One operation connects a group.
+# One operation connects a group. A model that communicates does so in another group than DDP.
 OF_DDP = ("2 ran 32 AllReduce f32, 474180 bytes, 32 awaited",)  # 4 to settle, step, alone, check
 OF_RPC = ("2 ran 131 AllReduce f32",)  # 13 epochs of 10 batches
 OF_PS = ("2 ran 69 AllReduce f32",)  # in 4 of 6 cases; 4 checked steps and 13 others
@@ -216,6 +217,9 @@ ROWS = [
         "--world-sizes 1,2,3,4,5 --no-breakdown", communicators=4, **GLOO),
     Row("ddp unused", 3, f"{B}/ddp_sweep.py --model tests.own_models:idle "
         f"--find-unused-parameters {SHORT}", types=(), **GLOO),
+    Row("ddp communicates", 2, f"{B}/ddp_sweep.py --models {TOGETHER} {SHORT}",
+        says=("towers: its step communicates", "experts: its step communicates"),
+        on_cpu=CPU, ran=("2 ran 31 AllGather f32",), types=(), **GLOO),
     # as many contexts as with RPC
     Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", contexts=3, lacks=" ran ", **GLOO),
     Row("ddp nccl2", 2, f"{DDP} {SHORT} --backend nccl2", **GLOO),

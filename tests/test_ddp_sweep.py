@@ -147,6 +147,22 @@ def sparse(device):
 
 def fails(device):
     raise ValueError("no data")
+
+class Takes(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch if isinstance(batch, torch.Tensor) else batch.x)
+
+class Data:  # as in PyG: no dataclass
+    def __init__(self, device):
+        self.x = torch.ones(10, 4, device=device)
+
+def data(device):
+    return {"model": Takes(4, 1), "args": (Data(device),), "loss": torch.sum, "samples": 2}
+
+def jagged(device):
+    parts = [torch.ones(2, 4), torch.ones(5, 4), torch.ones(1, 4)]
+    batch = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    return Takes(4, 1), batch, lambda y: y.values().sum()
 """
 
 
@@ -177,6 +193,28 @@ def test_odd_models(
     assert "odd:graph, batch size unknown per rank (weak scaling), " in run.out
     models = " or ".join(f"--model odd:{name}" for name in ("leaves", "sparse", "graph"))
     assert f"# to measure a model in a process of its own: {models}\n" in run.out
+
+
+@smoke
+def test_batches_of_objects_and_a_defect_of_torch(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP passes objects like PyG's Data, and jagged tensors. Without accumulation, a static graph
+    passes, too; with it, torch fails."""
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.chdir(tmp_path)
+    options = "none,gradient_as_bucket_view,static_graph"
+    flags = ("--models", "odd:data,odd:jagged", "--world-sizes", "2", "--accumulate", "2")
+    run = bench(SCRIPT, *SHORT, *flags, "--ddp-options", options, "--no-breakdown")
+    assert run.status == 1, run.err
+    assert [case.key["batch_size"] for case in run.report.cases] == [2] * 4 + [3] * 4
+    names = ["no ddp", *(f"1M/2R {option}" for option in options.split(","))]
+    assert [case.name for case in run.report.cases] == names * 2
+    for case in run.report.cases:
+        if case.key["static_graph"]:
+            assert "fails with --static-graph and --accumulate above 1 (github.com/py" in case.check
+        else:
+            assert case.check == "passed"
 
 
 @smoke
