@@ -51,10 +51,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    staging,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -79,7 +82,8 @@ from harness.report import Case
 IDLE_STEPS = 4  # steps timed before an asynchronous checkpoint, while nothing is saved
 FROM_DISK = 0.9  # minimum share of the state that a load `from disk` reads from the device
 CPU_TOKENS = 32  # tokens per sequence on the CPU
-DEFAULT_MODES = ["torch.save", "dcp.save", "async-thread"]
+HAS_STAGER = hasattr(staging, "DefaultStager")
+DEFAULT_MODES = ["torch.save", "dcp.save", *(["async-thread"] if HAS_STAGER else [])]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -138,7 +142,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="maximum number of loads of the last checkpoint, within --max-seconds (default: 7)",
     )
     cli.add_common_flags(parser, min_iters=6)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not HAS_STAGER and any(mode.startswith("async") for mode in args.modes):
+        # torch 2.6 saves a state on the CPU while the next steps change it
+        lacks = "this torch lacks (DefaultStager in torch.distributed.checkpoint.staging)"
+        parser.error(f"async-* require a stager, which {lacks}; use --modes torch.save,dcp.save")
+    on_cpu = not cli.on_cuda(args.device)
+    if on_cpu and "fsdp2" in args.strategy and not hasattr(torch.cpu.Stream, "record_event"):
+        lacks = "this torch lacks (record_event of torch.cpu.Stream)"
+        parser.error(f"fsdp2 on the CPU requires a stream, which {lacks}; use --strategy ddp")
+    return args
 
 
 # -- the modes: each saves a State into a new folder; async_save returns a future ------------------
@@ -159,7 +172,7 @@ class State:
     device: torch.device
     group: dist.ProcessGroup
     training: dist.ProcessGroup | None = None
-    stager: DefaultStager | None = None  # of `async_save`
+    stager: Any = None  # of `async_save`
 
     def dicts(self, **options: Any) -> dict[str, Any]:
         """The state dicts by the names of the arguments of `set_state_dict`."""
@@ -188,7 +201,7 @@ def dcp_save(state: State, path: Path) -> None:
 def can_reuse_stager() -> bool:
     """Whether a stager can stage more than one checkpoint. In torch 2.11 it cannot
     (Automodel#3125)."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
     with contextlib.suppress(KeyError):
         for _ in range(2):
             stager.stage({})
@@ -196,35 +209,35 @@ def can_reuse_stager() -> bool:
     return False
 
 
-def async_save(state: State, path: Path, by: AsyncCheckpointerType) -> Any:
+def async_save(state: State, path: Path, by: str) -> Any:
     """Copy the part of each rank to host memory; a thread or a process writes the copy."""
     cuda = state.device.type == "cuda"
-    # reuse the stager, which keeps its buffers for the next checkpoint
-    if state.stager is None or not can_reuse_stager():
-        options = StagingOptions(
-            use_pinned_memory=cuda,
-            use_shared_memory=by == AsyncCheckpointerType.PROCESS,
-            use_async_staging=False,
-            use_non_blocking_copy=cuda,
-        )
-        state.stager = DefaultStager(options)
     # No read-ahead from the GPU, because the copy is in host memory. With it, the writing thread or
     # process of each rank would create a CUDA context on GPU 0.
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+    # reuse the stager, which keeps its buffers for the next checkpoint
+    if state.stager is None or not can_reuse_stager():
+        options = staging.StagingOptions(
+            use_pinned_memory=cuda,
+            use_shared_memory=by == "PROCESS",
+            use_async_staging=False,
+            use_non_blocking_copy=cuda,
+        )
+        state.stager = staging.DefaultStager(options)
     return dcp.async_save(
         state.dicts(),
         storage_writer=writer,
         process_group=state.group,
         async_stager=state.stager,
-        async_checkpointer_type=by,
+        async_checkpointer_type=state_dict_saver.AsyncCheckpointerType[by],
     )
 
 
 MODES: dict[str, Callable[[State, Path], Any]] = {
     "torch.save": torch_save,
     "dcp.save": dcp_save,
-    "async-thread": partial(async_save, by=AsyncCheckpointerType.THREAD),
-    "async-process": partial(async_save, by=AsyncCheckpointerType.PROCESS),
+    "async-thread": partial(async_save, by="THREAD"),
+    "async-process": partial(async_save, by="PROCESS"),
 }
 
 

@@ -41,6 +41,7 @@ accepts most of its flags. BSD-3-Clause.
 import contextlib
 import copy
 import gc
+import importlib
 import itertools
 import os
 import sys
@@ -465,23 +466,25 @@ def dynamo_counters() -> dict[str, Counter[str]]:
 
 def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
     """A context in which torch.compile finds no earlier compilation."""
-    from torch._inductor.utils import fresh_cache
-
-    return fresh_cache()
+    utils: Any = importlib.import_module("torch._inductor.utils")
+    has_name = hasattr(utils, "fresh_cache")  # otherwise an older one
+    cache: contextlib.AbstractContextManager[Any]
+    cache = (utils.fresh_cache if has_name else utils.fresh_inductor_cache)()
+    return cache
 
 
 @contextlib.contextmanager
 def compile_cache(number: int) -> Iterator[None]:
     """A context in which torch.compile finds no compilation of another setting of the case. Its
     folder lies within that of `fresh_compile_cache` and remains until the end of the case."""
-    from torch._inductor.utils import clear_caches
-
+    utils: Any = importlib.import_module("torch._inductor.utils")
+    clear = utils.clear_caches if hasattr(utils, "clear_caches") else utils.clear_inductor_caches
     folder = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], f"setting{number}")
     places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
     with mock.patch.dict(os.environ, places):
-        clear_caches()
+        clear()
         yield
-    clear_caches()
+    clear()
 
 
 def count_graphs(in_first_step: int) -> dict[str, int]:
@@ -883,7 +886,9 @@ def main() -> int:
     # whether dynamo splits graphs at DDP's buckets, so that communication can start early
     torch._dynamo.config.optimize_ddp = not args.dynamo_no_optimize_ddp
     # each replica is compiled separately, and above this limit dynamo silently runs eager code
-    torch._dynamo.config.recompile_limit *= len(args.strategies) * len(args.backends)
+    dynamo: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    setattr(dynamo, limit, getattr(dynamo, limit) * len(args.strategies) * len(args.backends))
     # warnings that would interrupt a table; the losses are checked
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")  # torch 2.15's Triton

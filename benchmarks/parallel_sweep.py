@@ -72,6 +72,7 @@ from benchmarks.workloads.meshes import (
     misfit,
     open_meshes,
     parse_mesh,
+    refuse_without_backends,
 )
 from benchmarks.workloads.reference import (
     CHECKED_STEPS,
@@ -147,7 +148,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     number("--microbatches", help="microbatches of a pipeline (default: 2 per pipeline rank)")
     add("--no-breakdown", action="store_true", help="time the steps only, without twins")
     cli.add_common_flags(parser, max_seconds=3)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    refuse_without_backends(parser)
+    return args
 
 
 # -- a case: the model, its twins, the check -------------------------------------------------------

@@ -63,6 +63,7 @@ from benchmarks.workloads.meshes import (
     misfit,
     open_meshes,
     parse_mesh,
+    refuse_without_backends,
 )
 from benchmarks.workloads.operations import OPERATIONS
 from benchmarks.workloads.room import free_on_host
@@ -134,6 +135,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
     args = parser.parse_args(argv)
+    refuse_without_backends(parser)
     cli.check_output("--json", args.json)
     args.mesh = args.mesh or [parse_mesh(f"dp{args.ranks}")]
     if args.against and not args.measured:

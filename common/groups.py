@@ -193,7 +193,10 @@ def connect(group: dist.ProcessGroup, job: Job) -> float:
     RuntimeError if the ranks cannot connect."""
     if job.timeout:
         with suppress(RuntimeError):  # mpi has no timeout, nor has fake in torch 2.11
-            group.set_timeout(job.timeout)
+            if hasattr(group, "set_timeout"):
+                group.set_timeout(job.timeout)
+            else:  # private API of older versions
+                dist.distributed_c10d._set_pg_timeout(job.timeout, group)
     start = time.perf_counter()
     dist.all_reduce(torch.ones(1, device=job.device), group=group)
     if job.device.type == "cuda":
@@ -246,8 +249,12 @@ def close_group(group: Group, failed: bool = False) -> None:
         # Destroying the group would wait forever for work in flight (pytorch/pytorch#141510). An
         # abort in NCCL may raise before torch drops the group, or torch has dropped it already.
         # Private API; works in torch 2.11, 2.14 and 2.15 (with NCCL: on tests/cudalab only).
+        # Older versions abort only NCCL. There, gloo's threads end with the last reference, once a
+        # peer has closed its sockets.
+        can_abort = hasattr(tested, "abort") or dist.get_backend(tested) == "nccl"
+        drop = dist.distributed_c10d._abort_process_group if can_abort else destroy
         with suppress(RuntimeError, ValueError):
-            dist.distributed_c10d._abort_process_group(tested)
+            drop(tested)
     destroy(group.control)
 
 

@@ -63,7 +63,7 @@ def join(
         here = socket.gethostname()
         raise Refused(f"{here}: the loopback interface is down; try `ip link set lo up`")
     store: dist.Store = dist.HashStore()
-    second_store = store.clone()
+    second_store = store  # within this process, both threads can use it
     if world_size > 1:
         limit_s = (timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
         store, second_store = meet(rank, world_size, limit_s, on_loopback)
@@ -235,7 +235,9 @@ def meet(
     # torchrun's store survives a restart of the ranks. Without a prefix per attempt the new ranks
     # would connect to ports of the old ones (pytorch/pytorch#135712).
     prefix = f"torchrun-bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store, second_store = (dist.PrefixStore(prefix, link) for link in (tcp, tcp.clone()))
+    store, second_store = (
+        dist.PrefixStore(prefix, link) for link in (tcp, second_client(tcp, limit_s))
+    )
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
     store.set(f"here/{rank}", json.dumps([here, address_towards(address)]))
     if rank == 0:
@@ -254,6 +256,14 @@ def meet(
             time.sleep(1)
         raise NotArrived(problem, missing) if missing else Refused(problem)
     return store, second_store
+
+
+def second_client(tcp: dist.TCPStore, limit_s: float) -> dist.Store:
+    """Return another connection to a store."""
+    if hasattr(tcp, "clone"):
+        return tcp.clone()
+    # resolves the name again, which a clone does not
+    return dist.TCPStore(tcp.host, tcp.port, timeout=timedelta(seconds=limit_s))
 
 
 def missing_or_apart(

@@ -99,7 +99,8 @@ def start(job: Job, roles: Roles, options: RpcOptions | None = None) -> list[str
     devices: list[str] = job.broadcast(job.gather(str(job.device)))
 
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        yield job.store.clone(), job.rank, job.world_size  # opens no other port
+        store = job.store.clone() if hasattr(job.store, "clone") else job.store
+        yield store, job.rank, job.world_size  # opens no other port
 
     register_rendezvous_handler(SCHEME, handler)
     settings = rpc.TensorPipeRpcBackendOptions(

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 DIGITS = 12  # hexadecimal digits of a hash: 48 bits
-VERSIONED = ("torch", "torchvision")  # the environment has their versions
+# The environment has their versions. Torch 2.6 generates the source of the last one.
+VERSIONED = ("torch", "torchvision", "_remote_module_non_scriptable")
 INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages, including Spack's
 
 

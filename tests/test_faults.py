@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from harness.report import load
 from tests.process import INJECT, ROOT, Process, environment, free_port
@@ -24,6 +25,7 @@ IMPATIENT = (*SHORT, "--timeout", "5")
 pytestmark = pytest.mark.faults
 
 
+@pytest.mark.oldest
 def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *IMPATIENT, inject="stops")
     assert run.status != 0
@@ -31,7 +33,8 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     _, stopped, waiting = hang.splitlines()[:3]
     assert re.match(r"rank 1 on .*1M/2R.*, block .*does not answer", stopped)
     assert re.match("rank 0 on .*waits", waiting)
-    assert "last collective gloo:" in hang
+    is_recorded = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # not in torch 2.6
+    assert f"last collective {'gloo:' if is_recorded else 'unknown: this torch has'}" in hang
     assert "in time_round" in hang  # the stacks are below the headline
     # torchrun reports the first rank that ended: rank 0, or rank 1, which rank 0 has killed
     assert re.search(r"exitcode  : (3|-9)", hang)
@@ -195,6 +198,7 @@ def test_a_signal(waiting: Any, number: signal.Signals, to_ranks: bool) -> None:
     assert load(str(path)).status == "interrupted"
 
 
+@pytest.mark.oldest
 def test_a_case_that_fails_on_one_rank_is_a_failed_case(bench: Callable[..., Any]) -> None:
     """One case fails in build, the next in a step. The case after them, on the same ranks, is
     measured, and its slow rank is named. --resume measures the failed cases."""

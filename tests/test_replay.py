@@ -16,7 +16,6 @@ RECORDING = ROOT / "tests" / "recording"
 
 
 @pytest.mark.smoke
-@pytest.mark.oldest
 def test_a_job_is_recorded_and_replayed(
     bench: Callable[..., Any], start: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -64,6 +63,7 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
 
 
 @pytest.mark.smoke
+@pytest.mark.oldest
 def test_a_trace_of_the_profiler_is_replayed(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, str(ROOT / "tests" / "recordings" / "profiler_2.14"), *SHORT)
     assert run.status == 0, run.err

@@ -1,5 +1,6 @@
 """Meshes of ranks for training: parsing of names, validation of cases, process groups."""
 
+import inspect
 import math
 import re
 from dataclasses import dataclass, replace
@@ -7,11 +8,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.workloads.decoder import DECODERS
 from common.groups import Group, Job, barrier_before_new_group, connect
-from harness.cli import raise_invalid
+from harness.cli import Parser, raise_invalid
 from harness.environment import count_of
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
@@ -182,10 +184,19 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
     return opened
 
 
+def refuse_without_backends(parser: Parser) -> None:
+    """Refuse to run with a torch in which the axes of a mesh cannot have different backends."""
+    if "backend_override" not in inspect.signature(init_device_mesh).parameters:
+        lacks = "whose init_device_mesh has backend_override; this one is"
+        parser.error(f"this script requires a newer torch, {lacks} {torch.__version__}")
+
+
 def forget_groups(mesh: DeviceMesh) -> None:
     """Drop a mesh's references to its process groups. DTensor's caches never release a mesh, which
-    keeps its groups for torch.compile. Private API; works in torch 2.11, 2.14 and 2.15."""
-    mesh._pg_registry.clear()
+    keeps its groups for torch.compile. Private API; works in torch 2.11, 2.14 and 2.15. In older
+    versions without it, a mesh has only the names of its groups."""
+    if hasattr(mesh, "_pg_registry"):
+        mesh._pg_registry.clear()
 
 
 def layouts(mesh: Mesh) -> list[dict[str, int]]:

@@ -46,6 +46,7 @@ MOST_NAMED = 16  # ranks in the same state that get a line each
 SILENT = "does not answer (stopped, dead or unreachable)"
 LATE = "is behind the other ranks"
 WAITS = "waits"
+GLOO_RECORDER = "_dump_fr_trace_json"  # missing in older versions: hangs then name phases only
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 SETTINGS = {  # for NCCL in torch, unless the user has set them; docs/gpus.md lists them
@@ -219,8 +220,7 @@ class Watchdog(Observer):
         with contextlib.suppress(RuntimeError):  # no rank ends before one has printed the result
             reason, silent, with_stack = json.loads(self.watched.get("result"))
         if self.job.rank in with_stack:
-            last = f"last collective {text}, number {number} of group {group}"
-            write_stderr(f"{self.where}; {last}\n{stack}")
+            write_stderr(f"{self.where}; last collective {text}\n{stack}")
         self._kill_silent(silent, reason)
         exit_now(HANG, reason, prints=False)
 
@@ -358,10 +358,12 @@ def last_collective() -> tuple[str, int, str]:
     (from 1; 0 if there is none) and a description."""
     entries = recorded_collectives()
     if not entries:
-        return "none", 0, "none so far"
+        is_recorded = hasattr(torch._C._distributed_c10d, GLOO_RECORDER)
+        return "none", 0, "none so far" if is_recorded else "unknown: this torch has no record"
     last = max(entries, key=lambda entry: entry["time_created_ns"])
-    text = f"{last['profiling_name']} of {last.get('input_sizes')}"
-    return last["process_group"][0], last.get("collective_seq_id") or 0, text
+    group, number = last["process_group"][0], last.get("collective_seq_id") or 0
+    what = f"{last['profiling_name']} of {last.get('input_sizes')}"
+    return group, number, f"{what}, number {number} of group {group}"
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
@@ -369,9 +371,9 @@ def recorded_collectives() -> list[dict[str, Any]]:
     torch/csrc/distributed/c10d; works in torch 2.11, 2.14 and 2.15 (with NCCL: on tests/cudalab
     only)."""
     dumps: list[tuple[str, dict[str, str]]] = [
-        ("_dump_fr_trace_json", {}),  # of gloo
+        (GLOO_RECORDER, {}),
         ("_dump_nccl_trace_json", {}),  # of NCCL
-        ("_dump_fr_trace_json", {"backend": "nccl2"}),  # of nccl2
+        (GLOO_RECORDER, {"backend": "nccl2"}),
     ]
     entries: list[dict[str, Any]] = []
     for name, options in dumps:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks import checkpoint_sweep
 from common.stats import Estimate, Times
@@ -106,7 +105,7 @@ def test_checkpoints_do_not_keep_copies_of_the_state(tmp_path: Path) -> None:
     gc.disable()
     try:
         for number in range(4):
-            path, by = tmp_path / str(number), AsyncCheckpointerType.THREAD
+            path, by = tmp_path / str(number), "THREAD"
             checkpoint_sweep.async_save(state, path, by=by).result()
         storages = [each for each in gc.get_objects() if type(each) is torch.UntypedStorage]
         copies = {each.data_ptr() for each in storages if each.nbytes() == size}

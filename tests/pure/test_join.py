@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ def refused(function: Callable[..., object], *given: Any) -> Refused:
     with pytest.raises(Refused) as error:
         function(*given)
     return error.value
+
+
+def test_a_second_client_of_a_store_that_cannot_be_cloned() -> None:
+    """As in older versions of torch."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    old: Any = SimpleNamespace(host="127.0.0.1", port=server.port)
+    client = join.second_client(old, 20)
+    server.set("a", "b")
+    assert client.get("a") == b"b"
+    assert join.second_client(server, 20).get("a") == b"b"
 
 
 def start() -> None:

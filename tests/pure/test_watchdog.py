@@ -39,6 +39,17 @@ def test_ranks_have_lines_and_many_with_the_same_state_are_counted() -> None:
     assert lines[18:] == [f"rank 18: {WAITS}", f"and 1,005 more: {WAITS}"]
 
 
+def test_without_gloos_recorder_the_last_collective_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Older versions of torch lack it. Then all ranks give the same answer, and phases decide."""
+    monkeypatch.setattr(watchdog, "recorded_collectives", list)
+    assert watchdog.last_collective() == ("none", 0, "none so far")
+    monkeypatch.setattr(watchdog, "GLOO_RECORDER", "no such function")
+    assert watchdog.last_collective() == ("none", 0, "unknown: this torch has no record")
+    assert len(ranks_by_state([state(0, last=("none", 0)), state(1, 2, ("none", 0))])[LATE]) == 1
+
+
 class Written:
     """A watchdog that records the order in which its attributes are set."""
 
