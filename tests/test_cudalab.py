@@ -58,8 +58,8 @@ class Row:
     occur in stdout or stderr. lacks: a pattern that does not. failed: a text in the check of at
     least one case; all other cases pass or are skipped. on_cpu: flags for a run on the CPU over
     gloo, with the same values. contexts: number of CUDA contexts, one for each process and GPU;
-    None: not counted. communicators: the largest number that one process has open at a time; None:
-    not counted. implementations: whether to run the command with each implementation of
+    None: not counted. communicators: limit on those that one process has open at a time; None: not
+    counted. implementations: whether to run the command with each implementation of
     `nccl`. ran: operations of NCCL on rank 0 of a communicator. types: 16-bit types on which
     operators run; None: any. peak_kib: limit on the peak memory of a case, by its model.
     """
@@ -587,14 +587,15 @@ def check_row(
     assert row.contexts in (None, len(contexts)), contexts
     if row.communicators:
         most = max(open_communicators(run.err).values())
-        assert most == row.communicators, f"{most} communicators open at a time\n{run.err}"
+        assert 1 < most <= row.communicators, f"{most} communicators open at a time\n{run.err}"
 
 
 def open_communicators(said: str) -> dict[str, int]:
     """The largest number of communicators that each process had open at a time."""
     opened: dict[str, str] = {}  # communicator and rank -> process
     most: dict[str, int] = {}
-    event = r"NCCL communicator (\S+ rank \d+) of .* pid (\d+)|NCCL (\S+ rank \d+) of \d+ ran"
+    event = r"NCCL communicator (\S+ rank \d+) of \d+ on device \d+, pid (\d+)"
+    event += r"|NCCL (\S+ rank \d+) of \d+ ran"
     for new, process, ended in re.findall(event, said):
         if new:
             opened[new] = process
