@@ -75,7 +75,8 @@ def test_interleaved_strategies(bench: Callable[..., Any]) -> None:
     again = bench(SCRIPT, *flags.split(), "--resume", ranks=2)
     assert again.status == 0, again.err
     for label in labels:
-        assert re.search(rf"^{label} .* # 20.* UTC on ", again.out, re.MULTILINE)
+        assert re.search(rf"^{label}  ", again.out, re.MULTILINE)
+    assert re.search(rf"^# {case.name}: measured 20.* UTC on ", again.out, re.MULTILINE)
 
 
 def save_module(name: str, folder: Path, page: Path = ROOT / "docs" / "own_model.md") -> None:
