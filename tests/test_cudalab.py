@@ -441,7 +441,7 @@ DEVICES = {
     "size",
 }
 TIMES = re.compile(  # of metrics that are times, are computed from times or differ between devices
-    r"(_s2?|_per_s|_cv|_factor|_share|_rank|overlap|efficiency|idle|spread|drift|links|bits|slowest)$"
+    r"(_s2?|_per_s|_cv|_factor|_share|_ranks?|overlap|efficiency|idle|spread|drift|links|bits|slowest)$"
     r"|from_device|mfu|memory|launch_share|slowed|log|gradients_per_update"
 )
 
