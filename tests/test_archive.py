@@ -119,7 +119,7 @@ def test_the_overview_lists_each_script_with_its_question(archive: str) -> None:
         ("ddp_sweep", {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2, but each task would"),
         ("ddp_sweep --model resnet500", {}, "did you mean resnet50"),
         ("ddp_sweep", {"PYTHONPATH": "without"}, "torch is not installed; try pip install 'torch>"),
-        ("launch slurm.sh", {}, "expected one of bind_cores.sh, kubernetes/job.yaml, "),
+        ("launch slurm.sh", {}, "expected one of bind_cores.sh, "),
     ],
 )
 def test_a_mistake_is_one_line(
