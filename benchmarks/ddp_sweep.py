@@ -873,7 +873,7 @@ def interference(cases: list[Case]) -> str | None:
     if not slowed:
         return None
     return (
-        f"# exposed exceeds communication alone for {cli.cut(slowed)}: computation and "
+        f"exposed exceeds communication alone for {cli.cut(slowed)}: computation and "
         "communication may slow each other down"
     )
 
@@ -1098,7 +1098,7 @@ def main() -> int:
             )
             if table.passed:
                 if line := interference(table.passed):
-                    bench.print(line)
+                    bench.show(None, [line])
                 if bench.max_width:  # the first table and the answers fit on one screen
                     bench.print("# not shown: percentiles and rates; --wide prints them")
                     continue

@@ -306,7 +306,7 @@ def test_only_a_significantly_negative_overlap_has_a_possible_cause() -> None:
     longer = row(exposed, Estimate(-0.2, -0.3, -0.1))
     unsure = [row(exposed, Estimate(-0.2, -0.5, 0.1)), row(exposed, Estimate(-9)), row(exposed)]
     assert ddp_sweep.interference([*unsure, longer]) == (
-        "# exposed exceeds communication alone for 1M/2R: computation and communication may slow "
+        "exposed exceeds communication alone for 1M/2R: computation and communication may slow "
         "each other down"
     )
     assert ddp_sweep.interference(unsure) is None
