@@ -85,7 +85,7 @@ CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
     "levels, 12 x 12": (1.0, 0.92, partial(of_median, partial(levels, 12, 12))),
     **{
         f"AR .9, {n}": (1.0, low, partial(of_median, partial(correlated, n, 0.9)))
-        for n, low in ((12, 0.45), (24, 0.7), (60, 0.8))
+        for n, low in ((12, 0.45), (24, 0.7), (60, 0.8), (150, 0.9))
     },
     **{
         f"phases, {n}": (1.0, low, partial(of_median, partial(phases, n)))

@@ -16,7 +16,7 @@ STEP += " SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=4 SLURM_NODEID=1"
 
 def start(name: str, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
     """Run a script of launch/ with only these variables and the programs of the system."""
-    env = {"PATH": "/usr/bin:/bin"} | dict(word.split("=", 1) for word in given.split())
+    env = {"PATH": "/usr/bin:/bin"} | dict(word.split("=", 1) for word in shlex.split(given))
     command = ["bash", str(ROOT / "launch" / name), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
@@ -145,9 +145,8 @@ def test_a_prolog_fails_unless_there_is_no_verdict(
 ) -> None:
     said = "\n".join(f"echo '{line}'" for line in lines)
     fake(tmp_path, "torchrun", f"{said}\nexit {status}")
-    run = start(
-        "prolog.sh", given=f"CHECKOUT={ROOT} TORCHRUN={tmp_path}/torchrun PATH=/usr/bin:/bin"
-    )
+    variables = f"CHECKOUT={shlex.quote(str(ROOT))} TORCHRUN={tmp_path}/torchrun"
+    run = start("prolog.sh", given=f"{variables} PATH=/usr/bin:/bin")
     assert run.returncode == ended, run.stderr
     printed = [line for line in lines if line.startswith("# ") and "fit: 1 node" not in line]
     assert run.stdout.splitlines() == printed
