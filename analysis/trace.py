@@ -36,6 +36,7 @@ from analysis.traces.bandwidth import Row
 from analysis.traces.calls import Group, Waiting
 from analysis.traces.kineto import Activity, Cover, Span, Step, Trace, union
 from harness import cli, exits, report
+from harness.files import check_regular
 from readers import files
 from readers.isolated import collective_times
 
@@ -338,6 +339,7 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
 def read_alone(path: str) -> bandwidth.IsolatedTimes:
     """The times in a report of collectives.py. Raises ValueError with a message of one line."""
     try:
+        check_regular(path)
         return collective_times(report.load(path))
     except ValueError as error:
         raise ValueError(f"--against {path}: {error}") from None

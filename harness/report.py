@@ -50,7 +50,7 @@ OTHER_FILE = "is not, or no longer, the file that earlier rows were measured wit
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of the disk, not of use
 # In the names of variables with secrets; TOKENIZERS_PARALLELISM has none
 SECRET = re.compile("TOK(?!ENIZ)|KEY|SECRET|PASS|PWD|AUTH|BEARER|CRED")
-USER_IN_URL = re.compile(r"://[^/\s@]+@")
+USER_IN_URL = re.compile(r"://[^/\s]+@")
 
 
 def with_estimates(content: Any) -> Any:

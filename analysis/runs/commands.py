@@ -34,6 +34,7 @@ from harness import report
 from harness.cli import TOKEN, TURN, cut
 from harness.cpu_load import CpuLoad, spent
 from harness.exits import ROOT, print_error, refuse
+from harness.files import check_regular
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -260,6 +261,7 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
 
 def seed_of(out: Path) -> int:
     """The seed in the plan of a folder, or a new seed if there is no plan yet."""
+    check_regular(out / plan.PLAN)
     with contextlib.suppress(OSError):
         if match := re.search(
             r"^seed: (\d+)$", (out / plan.PLAN).read_text(errors="surrogateescape"), re.MULTILINE

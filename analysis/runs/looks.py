@@ -22,6 +22,7 @@ from common.stats import median
 from harness.cli import cut
 
 LONG_S = 10.0  # a longer step may be a rate that was read as a time
+LARGEST = 10.0  # a larger factor between the sides is rather another unit than another speed
 # The rank in a path: torchrun's attempt_0/3/, rank3, rank-3, rank_3
 RANK = re.compile(r"(?<=attempt_)(\d+)/\d+(?=/)|(?<![A-Za-z])((?:local_)?rank[-_\[]?)\d+")
 
@@ -43,6 +44,7 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
         by_mean = compare_once(means_of(base), means_of(test), design)
         comparison.cases.extend(by_mean.cases)
         decide_contradiction(comparison.cases)
+    decide_implausible(comparison.cases)
     comparison.warnings.extend(lines)
     return comparison
 
@@ -83,6 +85,19 @@ def decide_contradiction(cases: Sequence[Result]) -> None:
         for case in cases:
             case.verdict = "undecided"
             case.reason = "median and mean contradict each other; what do the slow steps wait for?"
+
+
+def decide_implausible(cases: Sequence[Result]) -> None:
+    """A case whose sides differ by a factor above LARGEST is undecided: no list of units and of
+    separators of thousands is complete."""
+    for case in cases:
+        factor = max(case.ratio, 1 / case.ratio) if case.ratio else 1.0
+        if case.verdict in ("slower", "faster") and factor > LARGEST:
+            case.verdict = "undecided"
+            case.reason = (
+                f"the sides differ by a factor of {factor:.3g}, as if one had another unit or "
+                "separator of thousands; look at a line of each log"
+            )
 
 
 # -- lines -----------------------------------------------------------------------------------------

@@ -225,8 +225,14 @@ MISTAKES = [
     ("report", "a.jsonl -o page.html --measure step", "--measure requires --test"),
     ("report", "a.jsonl -o page.html --margin 3%", "--margin requires two sides: --test, or a"),
     ("report", "a.jsonl -o page.html --ignore-key x", "--ignore-key requires two sides"),
+    (
+        "trace",
+        "a.jsonl --against fifo",
+        "--against fifo: fifo: expected a regular file, got a pipe",
+    ),
     ("trace", "absent.json", "No such file"),
     ("trace", "a.jsonl", "expected a trace of torch.profiler"),
+    ("ab", "--a true --b 'true x' --out piped", "plan.txt: expected a regular file, got a pipe"),
     ("ab", "--a '' --out ab", "expected a command, got ''; e.g. --a 'torchrun x.py'"),
     ("ab", "--a x --out=", "expected a folder, got ''; e.g. --out"),
     ("ab", "--a x --b-env X --out ab", "expected NAME=VALUE, got 'X'"),
@@ -292,6 +298,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
+    os.mkdir("piped")
+    os.mkfifo("piped/plan.txt")
     write(tmp_path / "a.jsonl", case("x"))
     write(tmp_path / "b.jsonl", case("x", [0.2]))
     write(tmp_path / "other.jsonl", case("x"), benchmark="collectives")

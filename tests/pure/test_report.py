@@ -168,7 +168,7 @@ def test_secrets_are_not_in_reports() -> None:
     assert told == dict.fromkeys(hidden.split(), "(set)")
     shown = {"NCCL_ALGO": "Ring", "TOKENIZERS_PARALLELISM": "0", "NCCL_NET": "a@b"}
     assert without_secrets(shown) == shown
-    url = "https://user:hunter2@host/x, https://hunter2@host, http://host/a@b"
+    url = "https://user:hunter2@host/x, https://u:p@hunter2@host, http://host/a@b"
     masked = "https://(set)@host/x, https://(set)@host, http://host/a@b"
     assert without_secrets({"NCCL_X": url}) == {"NCCL_X": masked}
 

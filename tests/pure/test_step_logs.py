@@ -336,6 +336,33 @@ def write_log(path: Path, times_ms: list[float], form: str = "step {} took {:.2f
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("base", "test", "words", "verdict"),
+    [
+        ("took {:.0f} ms", "took {:.0f} ms", MS, "slower"),
+        ("took {:.0f} ms", "took 1.{:03.0f} ms", MS, "undecided"),  # 968 ms, 1.047 ms
+        ("took {:.1f} ms", "took 1\u066c{:05.1f} ms", r"([\d.]+) ms", "undecided"),
+        ("took {:.1f} ms", "took 1.{:03.0f} Seconds", r"took ([\d.]+)", "undecided"),
+    ],
+)
+def test_another_unit_is_no_change_of_speed(
+    base: str, test: str, words: str, verdict: str, tmp_path: Path
+) -> None:
+    """Three logs a side of about 960 ms and about 1,050 ms. If they are read as 1.05 or 50 ms, they
+    are not faster."""
+    for side, form, first in (("old", base, 960), ("new", test, 50 if base != test else 1050)):
+        for number in range(3):
+            times = [first + number, first + 2 * number, first + 3.0 * number]
+            write_log(tmp_path / side / f"{number}.log", times, "step {}: " + form)
+    sides = (str(tmp_path / "old"), "--test", str(tmp_path / "new"))
+    unit = () if " ms" in words else ("--unit", "ms")
+    done = run("compare.py", *sides, "--step", words, *unit, "--fail-on", "slower,faster")
+    assert re.search(rf"^step .* {verdict}(?: \[|$)", done.stdout, re.MULTILINE), done.stdout
+    assert (done.returncode, "another unit" in done.stdout) == ((1, False), (4, True))[
+        verdict == "undecided"
+    ]
+
+
 def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     """Three logs a side have medians of 100, 101, 102 and 120, 121.2, 122.4 ms after two slow
     steps: a ratio of 1.2. The logarithms of a side have a variance of 9.8e-5. t(4) = 2.776 times
