@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ LEADING = "leading_steps"  # a metric of logs: slow steps at the beginning, whic
 LOAD_ENDING = ".load"  # file with the load during a run, next to its report
 MAX_SEEN = 200_000  # files of any kind in a folder with reports or logs
 MAX_FOREIGN_BYTES = 2**28  # of a report of another program, which is read as a whole
+NEVER = datetime.min.replace(tzinfo=UTC)  # the start of a run without one
 SHORTEST_S, LONGEST_S = 1e-12, 1e9  # plausible times of a case
 Value = str | float | Estimate  # an estimated number has an interval
 PYTORCH = "PyTorch's DDP benchmark"
@@ -147,12 +149,21 @@ def load(
 
 def arrange(runs: list[Run], ignore: Sequence[str] = (), join_foreign: bool = False) -> None:
     """Sort runs by start time, and set the keys and labels of their cases; see `load`."""
-    runs.sort(key=lambda run: run.started_at)
+    runs.sort(key=lambda run: (instant(run.started_at) or NEVER, run.started_at))
     if join_foreign:
         join_programs(runs)
     remove_fields(runs, ignore)
     for same in by_benchmark(runs).values():
         set_labels(same)
+
+
+def instant(text: object) -> datetime | None:
+    """Return an instant in ISO 8601, in UTC unless it states another zone; None if it is not."""
+    try:
+        found = datetime.fromisoformat(text if isinstance(text, str) else "")
+    except ValueError:
+        return None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def copies(runs: Sequence[Run]) -> list[Run]:

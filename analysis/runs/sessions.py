@@ -5,10 +5,10 @@ little about tomorrow's. docs/ci.md states when the session is the unit of obser
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from analysis.runs.evidence import Side
-from analysis.runs.load import Row, Run
+from analysis.runs.load import Row, Run, instant
 
 GAP = timedelta(hours=1)  # between two sessions of a host
 ENOUGH = 6  # with this number of sessions on a side, the session is the unit of observation
@@ -52,12 +52,3 @@ def times_of(run: Run, row: Row | None) -> tuple[str, datetime | None, datetime 
     end = instant(run.ends.get(start, {}).get("finished_at"))
     host = str((row.hosts if row else []) or run.environment.get("hosts"))
     return host, begin, max(begin, end) if begin and end else begin
-
-
-def instant(text: object) -> datetime | None:
-    """Return an instant in ISO 8601, in UTC unless it states another zone; None if it is not."""
-    try:
-        found = datetime.fromisoformat(text if isinstance(text, str) else "")
-    except ValueError:
-        return None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -55,7 +55,7 @@ from analysis.runs.evidence import (
     why_no_time,
     with_cases,
 )
-from analysis.runs.load import Row, Run, by_benchmark, rows_of, time_of_blocks
+from analysis.runs.load import Row, Run, by_benchmark, instant, rows_of, time_of_blocks
 from analysis.runs.sessions import ENOUGH, Groups, sessions_of
 from analysis.show import join_distinct
 from harness.cli import cut
@@ -274,8 +274,8 @@ def warnings_of(comparison: Comparison) -> list[str]:
 
 def warning_of_order(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
     """A warning if one side ran before the other, because a drift then looks like a change."""
-    base_starts = [run.started_at for run in base if run.started_at]
-    test_starts = [run.started_at for run in test if run.started_at]
+    base_starts = [start for run in base if (start := instant(run.started_at))]
+    test_starts = [start for run in test if (start := instant(run.started_at))]
     if len(base) + len(test) == 2 or not base_starts or not test_starts:
         return []  # there is no verdict, or the report is from another program
     if max(base_starts) < min(test_starts) or max(test_starts) < min(base_starts):

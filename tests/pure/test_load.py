@@ -216,3 +216,12 @@ def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: P
     cells = str(sections[1].tables)
     assert "no ddp (2026-01-01 00:00 UTC on vm)" in cells
     assert "2 ranks (2026-01-02 03:04 UTC on node2)" in cells
+
+
+def test_runs_are_sorted_by_time_and_not_by_text(tmp_path: Path) -> None:
+    """10:10, 12:10 and 14:10 in UTC. A run without a start comes first."""
+    starts = ["2026-01-01T14:10:00+00:00", "2026-01-01T19:10:00+09:00", "2026-01-01T03:10:00-09:00"]
+    for number, start in enumerate([*starts, ""]):
+        write(tmp_path / f"{number}.jsonl", case("x", [1.0 + number]), started_at=start)
+    runs = load([str(tmp_path)])
+    assert [run.started_at for run in runs] == ["", starts[1], starts[2], starts[0]]
