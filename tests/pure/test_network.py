@@ -117,6 +117,16 @@ def test_the_log_is_a_file_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert network.user_logs()
 
 
+def test_without_proc_nccl_does_not_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_DEBUG_FILE", raising=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    before = os.listdir("/proc/self/fd")
+    network.start_log()
+    assert "NCCL_DEBUG_FILE" not in os.environ
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert network.read_log() == ""
+
+
 def observed(seen: list[str], nodes: int) -> tuple[list[str], dict[str, Any]]:
     """The lines below the first case, and the last line of the report."""
     environment = {"num_nodes": nodes}
