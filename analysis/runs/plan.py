@@ -137,7 +137,7 @@ def unchecked(text: str, environ: Mapping[str, str]) -> str:
     """Return what a command runs that its plan does not contain: `what run.sh calls`."""
     paths = [path for label, path in files_of(text, environ).items() if path == Path(label)]
     scripts = [path for path in paths if is_script(path) and path.name != "__init__.py"]
-    names = [path.name if path.is_absolute() else str(path) for path in scripts]
+    names = [*dict.fromkeys(path.name if path.is_absolute() else str(path) for path in scripts)]
     if not names:
         return f"what `{' '.join(text.split())[:80]}` runs"
     return f"what {cut(names)} {'call or import' if len(names) > 1 else 'calls or imports'}"
