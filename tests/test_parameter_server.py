@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.process import RPC_CLOSED
+
 SCRIPT = "benchmarks/parameter_server.py"
 SMALL = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
 # one layer a bucket, and 5 batches, which only 1 or 5 trainers share evenly
@@ -31,7 +33,7 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
     hooks = "rpc_hook,allreduce_hook,sparse_rpc_hook,hybrid_hook"
     run = bench(SCRIPT, *flags, "--ddp_hook", hooks, ranks=5)
     assert run.status == 0, run.err
-    assert run.err == "" or "OMP_NUM_THREADS" in run.err
+    assert RPC_CLOSED.sub("", run.err) == "" or "OMP_NUM_THREADS" in run.err
     assert "an epoch is 3 steps of 4 samples" in run.out
     through = ["rpc running", "sparse_rpc running"]
     # routes without servers come first
