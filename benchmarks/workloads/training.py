@@ -83,8 +83,11 @@ def mean_of_differences(samples: ArrayLike, rounds: Sequence[int]) -> Estimate:
 
 
 def excess_ratio(times: Times, part: str, divisor: str) -> Estimate:
-    """Return `Times.excess_over` the part / `mean` of the divisor, which is above 0. Its interval
-    is over rounds, as that of the excess. Beyond 1 on either side it is dropped as uninformative.
+    """Return r = (S - L) / A: `Times.excess_over` the part / `mean` of the divisor, above 0.
+
+    The interval is over rounds, to first order (delta method): a round whose blocks take s, l and a
+    contributes (S log s - L log l) / A - r log a. Beyond 1 on either side it is dropped as
+    uninformative.
     """
     rows = [times.slowest(name) for name in ("step", part, divisor)]
     step, other, unit = (mean_of_blocks(row, times.rounds) for row in rows)
