@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from benchmarks.workloads import expected_network, operations, start_up
+from benchmarks.workloads import network, operations, start_up
 from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
@@ -209,7 +209,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="time for all sizes of a table: all of them share half of it, and those whose "
         "intervals are still wide share the rest (default: --max-seconds for each)",
     )
-    expected_network.add_flag(parser)
+    network.add_flag(parser)
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)
     if args.beside:
@@ -842,7 +842,7 @@ def measure(
 
 def main() -> int:
     args = parse_args()
-    with Benchmark("collectives", args) as bench:
+    with Benchmark("collectives", args, observers=[network.Network]) as bench:
         job, environment = bench.job, bench.report.environment
         nodes = node_of_each(environment)
         groups = bench.prepare("--groups", lambda: partition(args.groups, nodes))
@@ -868,7 +868,7 @@ def main() -> int:
                     continue
                 measure(bench, args, cases, groups, members)
             measured[title] = table.cases
-        problem = expected_network.unexpected(bench.networks, args.expect_network)
+        problem = network.unexpected(bench, args.expect_network)
         if problem and bench.is_first:
             bench.fail(problem)
         if not args.beside:

@@ -73,6 +73,7 @@ from benchmarks.workloads.check import verdict
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.memory import peak, reset_peak, start_peak
 from benchmarks.workloads.meshes import forget_groups
+from benchmarks.workloads.own_groups import guard_cases
 from benchmarks.workloads.own_model import (
     Optimize,
     Trial,
@@ -82,7 +83,6 @@ from benchmarks.workloads.own_model import (
     without_rate,
 )
 from benchmarks.workloads.precision import DTYPE_HELP, name_precision, set_precision
-from benchmarks.workloads.process_settings import around_case
 from benchmarks.workloads.reference import (
     CHECKED_STEPS,
     Reference,
@@ -894,8 +894,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")  # torch 2.15's Triton
     with Benchmark("compile_sweep", args) as bench:
         job, start_s = bench.job, {}
-        bench.around_case = partial(around_case, bench)
-        bench.communicates = lambda key: "communicates" in key
+        guard_cases(bench, lambda key: "communicates" in key)
         # equal models and batches on all ranks, as in `create`
         most = 1 if args.strategies == ["none"] else job.world_size
         own = try_on_all(bench, args.models, 0, most, "cases of `none`", layers_of=layers_of)

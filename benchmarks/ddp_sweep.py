@@ -67,6 +67,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads.check import NOT_FINITE, compare_replicas, digest_of, verdict
 from benchmarks.workloads.memory import peak, start_peak
+from benchmarks.workloads.own_groups import guard_cases
 from benchmarks.workloads.own_model import (
     Trial,
     check_hook,
@@ -78,7 +79,6 @@ from benchmarks.workloads.own_model import (
 )
 from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
-from benchmarks.workloads.process_settings import around_case
 from benchmarks.workloads.settings import (
     SettingsTable,
     compare_rows,
@@ -1062,8 +1062,7 @@ def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
         job = bench.job
-        bench.around_case = partial(around_case, bench)
-        bench.communicates = communicates
+        guard_cases(bench, communicates)
         sizes = sizes_of(args.world_sizes, job.world_size, job.local_world_size)
         if problem := invalid_sizes(args, job.world_size, sizes):
             bench.refuse(problem)

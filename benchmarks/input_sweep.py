@@ -63,6 +63,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 
 from benchmarks.workloads.check import compare_replicas, digest, verdict
 from benchmarks.workloads.folders import remove_at_end
+from benchmarks.workloads.own_groups import guard_cases
 from benchmarks.workloads.own_model import (
     Optimize,
     Trial,
@@ -72,7 +73,6 @@ from benchmarks.workloads.own_model import (
     try_on_all,
     without_rate,
 )
-from benchmarks.workloads.process_settings import around_case
 from benchmarks.workloads.training import LATE, late_ranks, slowest_ranks, training_metrics
 from common.groups import Group, Job
 from common.stats import Times, drop_wide_interval
@@ -681,8 +681,7 @@ def main() -> int:
     set_forkserver_preload(modules)
     with Benchmark("input_sweep", args) as bench:
         job = bench.job
-        bench.around_case = partial(around_case, bench)
-        bench.communicates = lambda key: "communicates" in key
+        guard_cases(bench, lambda key: "communicates" in key)
         own = None
         if is_own(args.model):
             trials = try_on_all(bench, [args.model], job.rank, job.world_size, idle_allowed=False)

@@ -72,7 +72,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from benchmarks.workloads import expected_network, links, operations, start_up
+from benchmarks.workloads import links, network, operations, start_up
 from benchmarks.workloads.check import digest, verdict
 from benchmarks.workloads.operations import Member
 from benchmarks.workloads.outliers import (
@@ -210,7 +210,7 @@ def parse_args() -> argparse.Namespace:
         metavar="PATH",
         help="write the hosts that are not fit, for sbatch --exclude; only with status 0 or 1",
     )
-    expected_network.add_flag(parser)
+    network.add_flag(parser)
     cli.add_common_flags(parser, min_iters=6, max_seconds=6, timeout=60)
     return parser.parse_args()
 
@@ -1000,7 +1000,7 @@ def give_verdict(bench: Benchmark, cluster: Cluster, found: Judgement, left_out:
     differ = "; ".join(f"{of_nodes[node]} {what}" for node, what in [*differs.items()][:3])
     differ += f" and {len(differs) - 3} more nodes" if len(differs) > 3 else ""
     wrong = wrong_results(lacks, cases, names)
-    if problem := expected_network.unexpected(bench.networks, args.expect_network):
+    if problem := network.unexpected(bench, args.expect_network):
         wrong.append(("network", problem))
     changed = [component.name(names) for component in found.unsteady]
     is_load_unknown = not (bench.records_load or bench.is_interleaved)
@@ -1036,7 +1036,7 @@ def main() -> int:
     check_flags(args)
     # a verdict is about the current state: an earlier report is moved to PATH.bak, not resumed
     args.resume = False
-    with Benchmark("node_check", args) as bench:
+    with Benchmark("node_check", args, observers=[network.Network]) as bench:
         stay_near(bench.job.device)  # otherwise copies to the host depend on the socket
         cluster = cluster_of(bench)
         phases = plan(bench, cluster)

@@ -56,7 +56,7 @@ import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from benchmarks.workloads import expected_network
+from benchmarks.workloads import network
 from benchmarks.workloads.links import (
     KINDS,
     SUSTAINED_SIZE,
@@ -138,7 +138,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     plot = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
     add("--plot", type=plot, metavar="PATH", help=f"draw heat maps: {PLOT}; requires matplotlib")
-    expected_network.add_flag(parser)
+    network.add_flag(parser)
     cli.add_common_flags(parser, min_iters=6, max_seconds=2)
     args = parser.parse_args(argv)
     # gloo does not send CUDA tensors
@@ -474,7 +474,7 @@ def measure(
 
 def main() -> int:
     args = parse_args()
-    with Benchmark("p2p_matrix", args) as bench:
+    with Benchmark("p2p_matrix", args, observers=[network.Network]) as bench:
         job, nodes = bench.job, node_of_each(bench.report.environment)
         if args.moved_to_cpu:
             bench.print("# gloo does not send CUDA tensors: measuring links between CPUs")
@@ -503,7 +503,7 @@ def main() -> int:
                 in_both(found, beyond(slow_components(second, *rule), crowd)),
                 runs | more_runs,
             )
-        problem = expected_network.unexpected(bench.networks, args.expect_network)
+        problem = network.unexpected(bench, args.expect_network)
         if problem and bench.is_first:
             bench.fail(problem)
         others = bench.disturbed()

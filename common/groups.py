@@ -85,8 +85,6 @@ class Group:
     control: dist.ProcessGroup  # gloo, for barriers and decisions between timed blocks
     # Groups that the workload creates, e.g. those of a DeviceMesh. They are closed with the case.
     extra: list[dist.ProcessGroup] = field(default_factory=list)
-    # within `default_group`: the groups of this process that existed before it; empty otherwise
-    earlier: list[dist.ProcessGroup] = field(default_factory=list)
     aborted: list[dist.ProcessGroup] = field(default_factory=list)  # of `workload` and `extra`
     # Seconds of this rank to create `workload` ("group") and for its first collective
     # ("first_collective"). Empty in later cases that reuse the groups.
@@ -138,55 +136,6 @@ def barrier_before_new_group(group: Group) -> None:
     dist.barrier(group.control)
 
 
-@contextmanager
-def default_group(group: Group) -> Iterator[None]:
-    """Make the first group in `extra`, or else the group under test, torch's default group, so that
-    the collectives of a user's code never meet those of the control group. Groups that the code
-    creates are added to `extra`. Raises ValueError if the ranks of the case are not 0, 1, ...
-
-    Private API; works in torch 2.11, 2.14 and 2.15.
-    """
-    if group.ranks != tuple(range(len(group.ranks))):  # the default group defines global ranks
-        raise ValueError(f"expected ranks 0, 1, ... for the default group, got {group.ranks}")
-    c10d = dist.distributed_c10d
-    before, create = dist.group.WORLD, c10d._new_group_with_tag
-
-    def create_together(*args: Any, **options: Any) -> Any:
-        if not options.get("use_local_synchronization"):
-            barrier_before_new_group(group)
-        return create(*args, **options)
-
-    group.earlier.extend(c10d._world.pg_map)
-    c10d._update_default_pg((group.extra or [group.workload])[0])
-    c10d._new_group_with_tag = create_together  # which all functions that create groups call
-    try:
-        yield
-    finally:
-        c10d._new_group_with_tag = create
-        c10d._update_default_pg(before)
-        add_created(group)
-        group.earlier.clear()
-
-
-def add_created(group: Group) -> None:
-    """Add the groups that were created within `default_group` to `extra`. From any thread."""
-    if group.earlier:
-        known = {*group.earlier, *group.extra}
-        created = [made for made in list(dist.distributed_c10d._world.pg_map) if made not in known]
-        group.extra.extend(created)
-
-
-def align_group_names(job: Job) -> None:
-    """Set torch's counter of groups, which names them, to its maximum over ranks. All ranks call it
-    after a case whose ranks have created groups on their own: with different names on its members
-    the next group would wait forever."""
-    world = dist.distributed_c10d._world
-    count = torch.tensor(world.group_count)
-    with lost_peer():
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=job.control)
-    world.group_count = int(count)
-
-
 def connect(group: dist.ProcessGroup, job: Job) -> float:
     """Run the first collective of a group under test, and return its time in seconds. The legacy
     NCCL backend connects in it, and a group that is not connected cannot be aborted. Raises
@@ -209,7 +158,6 @@ def abort_group(group: Group) -> None:
     abort in NCCL waits for the kernels of the other groups (NVIDIA/nccl#1013). Errors are ignored.
     """
     with abort_lock:
-        add_created(group)
         new = [tested for tested in (group.workload, *group.extra) if tested not in group.aborted]
         group.aborted.extend(new)
         with ThreadPoolExecutor(len(new) or 1) as threads:
@@ -268,12 +216,9 @@ class GroupCache:
         # by ranks and subgroups, least recently used first; None for a set without this rank
         self.cached: dict[tuple[tuple[int, ...], Subgroups], Group | None] = {}
 
-    def acquire(
-        self, ranks: tuple[int, ...], subgroups: Subgroups | None = None, default: bool = False
-    ) -> Group | None:
+    def acquire(self, ranks: tuple[int, ...], subgroups: Subgroups | None = None) -> Group | None:
         """Return the groups of a case; None on ranks outside it. Those that are not new have an
-        empty `start_up_s`. subgroups: a partition of the ranks; by default one group. default:
-        create another group of the tested backend, the only one in `extra`, for `default_group`."""
+        empty `start_up_s`. subgroups: a partition of the ranks; by default one group."""
         key = ranks, subgroups or (ranks,)
         if key in self.cached:
             group = self.cached.pop(key)
@@ -284,11 +229,6 @@ class GroupCache:
                 self.close(next(iter(self.cached)))
             group = open_group(ranks, self.job, key[1])
         self.cached[key] = group
-        if default:
-            with lost_peer():
-                made: Any = dist.new_group(list(ranks), backend=self.job.backend)
-            if group:
-                group.extra.append(made)
         return group
 
     def release(self, ranks: tuple[int, ...], subgroups: Subgroups, failed: bool) -> None:

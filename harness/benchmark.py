@@ -28,9 +28,7 @@ from common.groups import (
     Group,
     GroupCache,
     Subgroups,
-    align_group_names,
     connect,
-    default_group,
     local_rank,
     lost_peer,
 )
@@ -85,9 +83,9 @@ class RankResult(NamedTuple):
 
 
 class Observer:
-    """Base class of the observers in harness/observe/, which are called outside the timed code. An
-    exception in `row` or `end` becomes a line of output. One in `after` fails the case, because
-    other ranks may be waiting in a collective there."""
+    """Base class of the observers, which are called outside the timed code. An exception in `row`
+    or `end` becomes a line of output. One in `after` fails the case, because other ranks may be
+    waiting in a collective there."""
 
     def __init__(self, bench: "Benchmark") -> None:
         """Called on all ranks after the preamble is printed and before the report is opened."""
@@ -133,7 +131,7 @@ class Observer:
         """Called before this process leaves the job or ends."""
 
 
-def observers() -> Sequence[type[Observer]]:
+def common_observers() -> Sequence[type[Observer]]:
     """Return the observers of harness/observe/; none if that folder was deleted."""
     try:
         return importlib.import_module("harness.observe").ALL  # type: ignore[no-any-return]
@@ -197,29 +195,33 @@ class Benchmark:
     """A run, as a context manager on every rank. On exit, `status` is the exit status."""
 
     @end_on_error()
-    def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        tested: range | None = None,
+        observers: Sequence[type[Observer]] = (),
+    ) -> None:
         """Join the job. args: flags, including those of `add_common_flags`. tested: the ranks that
-        groups under test may contain; None for all."""
+        groups under test may contain; None for all. observers: of this script, in addition."""
         check_flags(args)
         self.args, self.tested = args, tested
         self.status = 1
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
         self.title = ""
-        # entered around the set-up, the timing and the check of each case; set by scripts
-        self.around_case: Callable[[], contextlib.AbstractContextManager[Any]]
-        self.around_case = contextlib.nullcontext
-        # whether a user's code in the case communicates; set by scripts that run such code
-        self.communicates: Callable[[Key], bool] | None = None
+        # Set by scripts that run a user's code: entered around the set-up, the timing and the check
+        # of each case, and called on all ranks after it
+        self.around_case: Callable[[Key, Group], contextlib.AbstractContextManager[Any]]
+        self.around_case = lambda key, group: contextlib.nullcontext()
+        self.after_case: Callable[[], None] = lambda: None
         self.names: dict[str, list[str]] = {}  # title of a table -> names of its planned cases
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.measured: list[Key] = []
-        self.modules: dict[str, str] = {}  # hashes of those imported when the report was opened
+        self.modules: set[str] = set()  # those imported when the report was opened
         self.attempts = 0  # number of cases and rehearsals so far
         self.unshown: dict[str, tuple[Case, list[str]]] = {}  # by name, with observers' lines
         self.done: list[Key] = []  # cases of a resumed report that need not be measured again
-        # the network of each rank, e.g. `IB (8 devices)`, on rank 0; set by an observer
-        self.networks: list[str] = []
         self.answers: list[Sentence] = []  # printed together, as the last lines
         self.commands: list[str] = []  # next commands to print, added by observers; never wrapped
         self.last_line: dict[str, Any] = {}  # entries that a script adds to the report's last line
@@ -233,7 +235,7 @@ class Benchmark:
         self.observers: list[Observer] = []
         self.rule = stop_rule(args, self.is_interleaved)
         files = [exits.take_stdout()] if args.json == "-" else []
-        kinds = observers()
+        kinds = [*common_observers(), *observers]
         measured_on = self.join_job(kinds)
         self.groups = GroupCache(self.job)
         self.is_first = self.job.rank == 0
@@ -277,7 +279,8 @@ class Benchmark:
     def open_report(self) -> None:
         """Start or resume the report. All ranks call it once all modules of the models are
         imported, since the first line has their contents."""
-        loaded = self.modules = self.report.environment["contents"] = contents.loaded()
+        self.modules = {*sys.modules}
+        loaded = self.report.environment["contents"] = contents.loaded()
         environment.refuse_differences(self.job, self.report.environment, loaded, self.tested)
         self.replaced = self.prepare("--json", self.start_report)
         self.is_report_open = True
@@ -406,19 +409,17 @@ class Benchmark:
         self.phase("setup" if member else "outside the case")
 
         def run(group: Group) -> RankResult:
-            own = default_group(group) if self.communicates else contextlib.nullcontext()
-            with own, self.around_case():
+            with self.around_case(key, group):
                 return self.time(key, build(key, group), group, rule or self.rule)
 
-        communicates = bool(self.communicates and self.communicates(key))
-        result = self.attempt(run, ranks, parts, communicates)
+        result = self.attempt(run, ranks, parts)
         if member:  # ranks outside the case are not behind
             self.phase("waiting for all ranks")
         results, lines = self.job.gather(result), list[str]()
         written = self.write(case, derive, results, lines) if results else None
         reason, unwritten = self.job.broadcast(written)
         self.release(ranks, parts, failed=reason is not None)
-        align_group_names(self.job)
+        self.after_case()
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(*unwritten)
         if not shown:
@@ -432,43 +433,20 @@ class Benchmark:
             self.show(case if self.is_first else None, lines)
         self.unshown.clear()
 
-    def rehearse(self, label: str, run: Callable[[Group], object]) -> int | None:
-        """Run a function on all ranks in the groups of a case, with one for `default_group`. If it
-        raises on any rank, the others do not wait for that one. Returns the first rank on which it
-        raised, or None. All ranks call it."""
-        ranks = tuple(range(self.job.world_size))
-        self.begin(label)
-        self.phase("setup")
-        self.attempt(run, ranks, (ranks,), default=True)
-        self.phase("waiting for all ranks")
-        self.job.barrier()
-        _, failed_rank = self.job.broadcast(self.first_failure())
-        self.release(ranks, (ranks,), failed=failed_rank is not None)
-        align_group_names(self.job)
-        self.begin("start")
-        return failed_rank
-
     def attempt(
-        self,
-        run: Callable[[Group], T],
-        ranks: tuple[int, ...],
-        subgroups: Subgroups,
-        default: bool = False,
+        self, run: Callable[[Group], T], ranks: tuple[int, ...], subgroups: Subgroups
     ) -> T | None:
         """Run a case on this rank. Returns None on ranks outside the case, and if the case failed:
-        then the store has the reason, and this rank has closed its groups. default: see
-        `GroupCache.acquire`."""
+        then the store has the reason, and this rank has closed its groups."""
         self.attempts += 1
         result, error = None, ""
         try:
-            group = self.groups.acquire(ranks, subgroups, default)
+            group = self.groups.acquire(ranks, subgroups)
             if group:
                 for observer in self.observers:
                     observer.opened(group)
                 if group.start_up_s:  # it is new
                     group.start_up_s["first_collective"] = connect(group.workload, self.job)
-                for made in group.extra:
-                    connect(made, self.job)
                 result = run(group)
         except LostPeer:
             raise

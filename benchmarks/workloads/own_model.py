@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.workloads.own_groups import align_group_names, default_group
 from benchmarks.workloads.process_settings import (
     AT_ONCE,
     OF_CASE,
@@ -46,7 +47,7 @@ from benchmarks.workloads.process_settings import (
     restored,
 )
 from common.errors import Refused
-from common.groups import Group, default_group
+from common.groups import Group, Job
 from harness.benchmark import Benchmark
 from harness.cli import cut, suggest
 from harness.exits import describe, place_of
@@ -452,8 +453,8 @@ def try_on_all(
     found: dict[str, Trial] = {}
     problems: list[str] = []
     for name in list(dict.fromkeys(filter(is_own, names))):
-        attempt = Attempt(name, bench.job.device, seed, options)
-        failed_rank = bench.rehearse(f"trial of {name}", attempt.run)
+        attempt = Attempt(name, bench.job, seed, options)
+        failed_rank = rehearse(bench, f"trial of {name}", attempt.run)
         attempts = bench.job.broadcast(bench.job.gather((attempt.trial, attempt.refused)))
         trials = [trial for trial, _ in attempts]
         # reasons of other ranks may follow from that of the first one
@@ -482,12 +483,28 @@ def try_on_all(
     return found
 
 
+def rehearse(bench: Benchmark, label: str, run: Callable[[Group], object]) -> int | None:
+    """Run a function on all ranks in the groups of a case. If it raises on any rank, the others do
+    not wait for that one. Returns the first rank on which it raised, or None. All ranks call it."""
+    ranks = tuple(range(bench.job.world_size))
+    bench.begin(label)
+    bench.phase("setup")
+    bench.attempt(run, ranks, (ranks,))
+    bench.phase("waiting for all ranks")
+    bench.job.barrier()
+    _, failed_rank = bench.job.broadcast(bench.first_failure())
+    bench.release(ranks, (ranks,), failed=failed_rank is not None)
+    align_group_names(bench.job)
+    bench.begin("start")
+    return failed_rank
+
+
 class Attempt:
     """The trial of a model on this rank."""
 
-    def __init__(self, name: str, device: torch.device, seed: int, options: Any) -> None:
+    def __init__(self, name: str, job: Job, seed: int, options: Any) -> None:
         """seed: set before the function is called. options: further arguments of `try_own`."""
-        self.name, self.device, self.seed, self.options = name, device, seed, options
+        self.name, self.job, self.seed, self.options = name, job, seed, options
         self.trial = Trial(None, [])
         self.refused = ""  # why the model is refused
 
@@ -495,8 +512,8 @@ class Attempt:
         """Try the model. Raises if it is refused or does not fit: other ranks may wait for it."""
         torch.manual_seed(self.seed)
         try:
-            with default_group(group):
-                self.trial = try_own(self.name, self.device, **self.options)
+            with default_group(group, self.job, own=True):
+                self.trial = try_own(self.name, self.job.device, **self.options)
         except Refused as refused:
             self.refused = str(refused)
             raise

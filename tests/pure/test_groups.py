@@ -206,26 +206,3 @@ def test_the_time_limit_of_a_group_is_longer_than_that_of_the_watchdog(job: Job)
     limits = [g._get_backend(cpu).options._timeout for g in (group.workload, group.control)]
     assert limits == [timedelta(seconds=40), timedelta(days=30)]
     ours.close_group(group)
-
-
-def test_the_default_group_of_a_users_code(job: Job) -> None:
-    """It is that of the case. Groups that the code creates are closed with the case, and aborted
-    while it runs."""
-    group = GroupCache(job).acquire((0,), default=True)
-    assert group
-    workload, [own] = group.workload, group.extra
-    assert job.control not in (workload, own)
-    with ours.default_group(group):
-        assert dist.group.WORLD is own
-        created = dist.new_group([0])
-        ours.abort_group(group)
-        assert group.aborted == [workload, own, created]
-    assert dist.group.WORLD is job.control
-    assert group.extra == [own, created]
-    group.extra.clear()
-    with pytest.raises(KeyError), ours.default_group(group):
-        raise KeyError(dist.group.WORLD is workload)
-    assert dist.group.WORLD is job.control
-    other = replace(group, ranks=(1, 0))
-    with pytest.raises(ValueError, match=r"expected ranks 0, 1, ... .*, got \(1, 0\)"):
-        ours.default_group(other).__enter__()

@@ -1,6 +1,7 @@
 """Kinds of models that people measure, each as a small copy, under DDP on one rank."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import ddp_sweep
 from benchmarks.ddp_sweep import Setting
 from benchmarks.workloads import own_model, process_settings
+from benchmarks.workloads.own_groups import default_group
 from benchmarks.workloads.own_model import try_own
-from common.groups import Group, GroupCache, Job, default_group
+from common.groups import Group, GroupCache, Job, abort_group
 
 CPU = torch.device("cpu")
 Made = Any
@@ -206,7 +208,7 @@ def test_it_is_measured(kind: str, job: Job) -> None:
     assert (trial.communication, trial.fits) == ((), True)
     group = GroupCache(job).acquire((0,))
     assert group
-    with default_group(group):
+    with default_group(group, job, own=False):
         replica = replica_of(kind, job, group, **options)
         facts = ddp_sweep.facts_of([replica], {}, group)
     # GradScaler's factor is too large for the learning rate of the steps before the timing
@@ -236,3 +238,25 @@ def test_it_is_refused_in_one_line(kind: str, words: str, job: Job) -> None:
         measure(kind, job, group)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value).strip()
+
+
+def test_the_default_group_of_a_users_code(job: Job) -> None:
+    """It is that of the case, or an own one. Groups that the code creates are closed with the case,
+    and aborted while it runs."""
+    group = GroupCache(job).acquire((0,))
+    assert group
+    workload = group.workload
+    with default_group(group, job, own=True):
+        [own] = group.extra
+        assert dist.group.WORLD is own is not workload
+        created = dist.new_group([0])
+        abort_group(group)
+        assert group.aborted == [workload, own, created]
+    assert dist.group.WORLD is job.control
+    assert group.extra == [own, created]
+    with pytest.raises(KeyError), default_group(group, job, own=False):
+        raise KeyError(dist.group.WORLD is workload)
+    assert dist.group.WORLD is job.control
+    other = replace(group, ranks=(1, 0))
+    with pytest.raises(ValueError, match=r"expected ranks 0, 1, ... .*, got \(1, 0\)"):
+        default_group(other, job, own=False).__enter__()

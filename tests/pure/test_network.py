@@ -1,4 +1,4 @@
-"""harness/observe/network.py and --expect-network: lines of NCCL's log, and interfaces of gloo."""
+"""benchmarks/workloads/network.py: lines of NCCL's log, interfaces of gloo, --expect-network."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from benchmarks.workloads.expected_network import unexpected
-from harness.observe import network
+from benchmarks.workloads import network
 
 PREFIX = "node-7:4711:4802 [3] NCCL INFO "
 OOB = "; OOB bond0:10.1.2.3<0>"
@@ -130,7 +129,7 @@ def test_without_proc_nccl_does_not_log(monkeypatch: pytest.MonkeyPatch) -> None
 def observed(seen: list[str], nodes: int) -> tuple[list[str], dict[str, Any]]:
     """The lines below the first case, and the last line of the report."""
     environment = {"num_nodes": nodes}
-    bench = Mock(report=Mock(environment=environment), job=Mock(backend="nccl"), networks=[])
+    bench = Mock(report=Mock(environment=environment), job=Mock(backend="nccl"))
     observer, last_line = network.Network(bench), dict[str, Any]()
     lines = observer.row(Mock(), seen)
     observer.end(last_line)
@@ -158,7 +157,6 @@ def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("networks", "expected", "why"),
     [
-        (["Socket (eth0)"], None, ""),
         (["IB (8 devices), NVLS", "IB"], "ib", ""),
         (["AWS Libfabric (GPUDirect RDMA), plugin v10"], "AWS Libfabric", ""),
         (["eth0 (25 Gbit/s)"], "eth0", ""),
@@ -168,6 +166,6 @@ def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "IB", "but the network is unknown: NCCL_DEBUG must not be set"),
     ],
 )
-def test_the_expected_network(networks: list[str], expected: str | None, why: str) -> None:
+def test_the_expected_network(networks: list[str], expected: str, why: str) -> None:
     begin = f"expected --expect-network {expected}, "
-    assert unexpected(networks, expected) == (begin + why if why else "")
+    assert network.mismatch(networks, expected) == (begin + why if why else "")

@@ -1,5 +1,5 @@
-"""The network of the groups under test: a line, and an entry in the report's last line. Only for
-scripts with --expect-network.
+"""The network of the groups under test: a line, an entry in the report's last line, and the flag
+--expect-network.
 
 NCCL logs its choice into an anonymous file in memory, unless the user has set NCCL_DEBUG or one of
 its relatives. gloo uses the interface of the control group.
@@ -20,7 +20,7 @@ from common.groups import Group
 from common.stats import Times
 from common.timing import Workload
 from harness.benchmark import Benchmark, Key, Observer
-from harness.cli import cut, on_cuda
+from harness.cli import Parser, cut, on_cuda
 from harness.report import Case
 
 CONFIGURATIONS = (Path("/etc/nccl.conf"), Path.home() / ".nccl.conf")  # read by NCCL
@@ -30,32 +30,33 @@ log_fd: int | None = None  # of the file in memory; None if NCCL does not write 
 
 
 class Network(Observer):
-    """Reads NCCL's log after the first case of a rank, and sets `Benchmark.networks`."""
+    """Reads NCCL's log after the first case of a rank."""
 
     @classmethod
     def before_join(cls, args: argparse.Namespace) -> dict[str, timedelta]:
         """Let NCCL log into a file in memory."""
         may_use_nccl = on_cuda(args.device) and args.backend != "gloo"
-        if hasattr(args, "expect_network") and may_use_nccl and not user_logs():
+        if may_use_nccl and not user_logs():
             start_log()
         return {}
 
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
         self.network = ""  # of this rank, from NCCL's log
-        if hasattr(bench.args, "expect_network") and bench.job.backend == "gloo":
-            bench.networks = bench.job.gather(gloo_network()) or []
+        self.networks: list[str] = []  # of each rank, e.g. `IB (8 devices)`, on rank 0
+        if bench.job.backend == "gloo":
+            self.networks = bench.job.gather(gloo_network()) or []
             if bench.is_first and bench.report.environment["num_nodes"] > 1:
-                bench.print(f"# network: {summary(bench.networks)}")
+                bench.print(f"# network: {summary(self.networks)}")
 
     def after(self, key: Key, work: Workload, times: Times, group: Group) -> str:
         self.network = self.network or read_log()
         return self.network
 
     def row(self, case: Case, seen: list[Any]) -> list[str]:
-        if not any(seen) or len(seen) <= len(self.bench.networks):
+        if not any(seen) or len(seen) <= len(self.networks):
             return []  # unknown, or known from a case with as many ranks
-        self.bench.networks = seen
+        self.networks = seen
         lines = [f"network: {summary(seen)}"]
         if self.bench.report.environment["num_nodes"] > 1 and any(
             text.startswith("Socket") for text in seen
@@ -64,9 +65,39 @@ class Network(Observer):
         return lines
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
-        if self.bench.networks:
-            last_line["network"] = summary(self.bench.networks)
+        if self.networks:
+            last_line["network"] = summary(self.networks)
         return []
+
+
+def add_flag(parser: Parser) -> None:
+    parser.add_argument(
+        "--expect-network",
+        metavar="NAME",
+        help="exit with status 1 unless all ranks use this network: with NCCL e.g. IB, Socket or "
+        "the name of a plugin, with gloo an interface such as eth0",
+    )
+
+
+def unexpected(bench: Benchmark, expected: str | None) -> str:
+    """Return why the networks of the ranks are not the expected one; "" if they are, or if none is
+    expected. Rank 0 calls it."""
+    networks = [
+        name for each in bench.observers if isinstance(each, Network) for name in each.networks
+    ]
+    return mismatch(networks, expected) if expected else ""
+
+
+def mismatch(networks: Sequence[str], expected: str) -> str:
+    """Return why the networks of the ranks are not the expected one; "" if they are."""
+    begin = f"expected --expect-network {expected}"
+    if not any(networks):
+        return f"{begin}, but the network is unknown: NCCL_DEBUG must not be set"
+    for rank, network in enumerate(networks):
+        name = network.partition(" (")[0].partition(",")[0]
+        if name.casefold() != expected.casefold():
+            return f"{begin}, got {network or 'an unknown one'} on rank {rank}"
+    return ""
 
 
 def user_logs() -> bool:
