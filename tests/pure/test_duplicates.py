@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from analysis.runs.duplicates import duplicates
+from analysis.runs.duplicates import Samples, duplicates, pairs_in_common
 from analysis.runs.load import load
 from tests.process import ROOT
 from tests.pure.reports import case, run, start, write
@@ -23,6 +24,7 @@ def log_of(seed: int, level: float, count: int = 50) -> str:
 
 
 FIRST, SECOND = log_of(1, 10.0), log_of(2, 10.2)
+LINES = FIRST.splitlines(True)
 
 
 def with_decimals(text: str, decimals: int) -> str:
@@ -38,11 +40,21 @@ def with_decimals(text: str, decimals: int) -> str:
         (with_decimals(FIRST, 2), "a copy of 0.log: 2.log"),  # at the coarser resolution
         (FIRST + SECOND, "a copy of 0.log, 1.log: 2.log"),
         ("banner\n" + SECOND + FIRST, "a copy of 0.log, 1.log: 2.log"),
-        ("".join(FIRST.splitlines(True)[:40]), "a copy of 0.log: 2.log"),  # before the end
+        ("".join(LINES[:40]), "a copy of 0.log: 2.log"),  # before the end
+        ("".join(f"{i:6}\t{line}" for i, line in enumerate(LINES, 1)), "0.log: 2.log"),  # cat -n
+        (
+            "".join(LINES[:9]) + LINES[9][:-6] + " ms\n" + "".join(LINES[10:]),
+            "0.log: 2.log",
+        ),  # torn
+        ("".join(LINES[:20] + LINES[21:]), "a copy of 0.log: 2.log"),
+        ("".join(LINES[:20] + LINES[19:]), "a copy of 2.log: 0.log"),  # it has one line more
+        ("".join(LINES[::2]), "a copy of 0.log: 2.log"),
+        ("".join(LINES[i ^ 1] for i in range(50)), "a copy of 0.log: 2.log"),  # of two ranks
+        ("".join(sorted(LINES, key=lambda line: line.split()[3])), "a copy of 0.log: 2.log"),
         (FIRST + log_of(3, 10.0), "a copy of 2.log: 0.log"),  # 0.log is a part of 2.log
         (log_of(3, 10.0), ""),
         (FIRST.replace("took 10.", "took 10.1"), ""),
-        ("".join(FIRST.splitlines(True)[::-1]), ""),
+        ("".join(LINES[:20]) + log_of(4, 10.0, 30), ""),  # other samples for the most part
     ],
 )
 def test_a_third_log(
@@ -60,12 +72,13 @@ def test_a_third_log(
 @pytest.mark.parametrize(
     ("text", "is_copy"),
     [
-        # n different values: log2(n) bits each, 38.1 bits for 11 and 43.0 for 12
-        ("".join(f"took {10 + i / 8} ms\n" for i in range(11)), False),
-        ("".join(f"took {10 + i / 8} ms\n" for i in range(12)), True),
+        # n different values: at most 4 of n (n - 1) / 2 pairs are equal, so each has 3.49 of 34.9
+        # bits for n = 10, and 3.78 of 41.6 for n = 11
+        ("".join(f"took {10 + i / 8} ms\n" for i in range(10)), False),
+        ("".join(f"took {10 + i / 8} ms\n" for i in range(11)), True),
         ("took 0.33 ms\n" * 500, False),
-        # every 100th step is longer: 0.029 bits each, so 29 bits
-        (("took 0.33 ms\n" * 99 + "took 0.50 ms\n") * 10, False),
+        # every 10th step is longer, on an even machine
+        (("took 0.33 ms\n" * 9 + "took 0.50 ms\n") * 100, False),
     ],
 )
 def test_equal_times_that_may_be_chance(tmp_path: Path, text: str, is_copy: bool) -> None:
@@ -89,6 +102,10 @@ TIMES = [round(RNG.gauss(0.1, 0.001), 9) for _ in range(30)]
         (TIMES, {"environment": {"hosts": ["another"]}, "started_at": "2026-03-01T00:00:00"}),
         (TIMES, {"environment": {}, "argv": ["x"]}),
         ([round(time, 6) for time in TIMES], {"environment": {"hosts": ["another"]}}),
+        (TIMES[:7] + TIMES[8:], {}),
+        (sorted(TIMES), {}),
+        ([TIMES[0] + 1e-6, *TIMES[1:]], {}),
+        ([time * (1 + 1e-8) for time in TIMES], {}),  # from a 32-bit number
     ],
 )
 def test_a_report_written_again(tmp_path: Path, times: list[float], about: Any) -> None:
@@ -99,6 +116,37 @@ def test_a_report_written_again(tmp_path: Path, times: list[float], about: Any) 
     side = [(one, next(iter(one.rows.values()))) for one in loaded]
     (copy,) = duplicates(side)
     assert Path(loaded[copy].label).stem in "12"
+
+
+def steps_of(kind: str, rng: np.random.Generator) -> list[Samples]:
+    """Four runs of a kind of program, two of which are twice as fast."""
+    count = int(rng.choice([12, 30, 50, 200]))
+    same_data = rng.uniform(0.5, 1.5, count)
+    runs = []
+    for factor in (1.0, 1.0, 0.5, 0.5):
+        noise = 1 + rng.normal(0, 0.001, count)
+        times = {
+            "constant": noise,
+            "few values": rng.choice([0.8, 1.0, 1.03, 3.0], count, p=[0.05, 0.6, 0.25, 0.1]),
+            "scattered": 1 + rng.normal(0, 0.05, count),
+            "the same data": same_data * noise,
+            "every 10th step is longer": np.where(np.arange(count) % 10, 1, 1.7) * noise,
+            "slower and slower": np.linspace(1, 1.5, count) * noise,
+        }[kind]
+        runs.append(Samples(np.round(1.23 * factor * times, 2), 0.01))
+    return runs
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("constant", "few values", "scattered", "the same data", "every 10th step is longer"),
+        "slower and slower",
+    ],
+)
+def test_independent_runs_with_few_digits_are_no_copies(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    assert not any(pairs_in_common(steps_of(kind, rng)) for _ in range(100))
 
 
 def test_only_the_copied_cases_are_left_out(tmp_path: Path) -> None:
@@ -130,5 +178,7 @@ def test_logs_of_nccl_tests_have_one_time_per_case(tmp_path: Path) -> None:
         paths[1].write_text("".join(f"0: {line}\n" for line in whole.splitlines()))
         shown = run("compare.py", str(paths[0]), "--test", str(paths[1])).stdout
         assert (f"left out: a copy of {paths[0]}: {paths[1]}\n" in shown) == is_copy
-    paths[1].write_text(whole.replace("20.04", "20.05"))
-    assert "left out" not in run("compare.py", str(paths[0]), "--test", str(paths[1])).stdout
+    for right, wrong, is_copy in (("20.04", "20.05", True), (" 2", " 3", False)):
+        paths[1].write_text(whole.replace(right, wrong))
+        shown = run("compare.py", str(paths[0]), "--test", str(paths[1])).stdout
+        assert ("left out" in shown) == is_copy
