@@ -1,6 +1,6 @@
 """Kinds of models that people measure, each as a small copy, under DDP on one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from benchmarks import ddp_sweep
 from benchmarks.ddp_sweep import Setting
 from benchmarks.workloads import own_model, process_settings
 from benchmarks.workloads.own_groups import default_group
-from benchmarks.workloads.own_model import try_own
 from common.groups import Group, GroupCache, Job, abort_group
 
 CPU = torch.device("cpu")
@@ -42,23 +41,10 @@ def mlp(*middle: nn.Module, width: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), *middle, nn.Linear(width, 2))
 
 
-def batch_norm(device: torch.device) -> Made:
-    return mlp(nn.BatchNorm1d(4)), torch.randn(3, 4), square
-
-
-def channels_last(device: torch.device) -> Made:
-    model = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
-    return model, torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), square
-
-
-def lstm(device: torch.device) -> Made:
-    return nn.LSTM(4, 3), torch.randn(5, 2, 4), lambda output: square(output[0])
-
-
-def tied(device: torch.device) -> Made:
+def tied() -> nn.Module:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
-    return model, torch.arange(6), lambda y: cross_entropy(y, torch.arange(6))
+    return model
 
 
 class Heads(nn.Sequential):
@@ -67,82 +53,15 @@ class Heads(nn.Sequential):
         return {"loss": square(y), "auxiliary": y.abs().mean(), "logits": y}
 
 
-def several_losses(device: torch.device) -> Made:
-    return (
-        Heads(nn.Linear(4, 2)),
-        torch.randn(3, 4),
-        lambda out: out["loss"] + 0.1 * out["auxiliary"],
-    )
-
-
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        parts = self.layer(x).split(cu_seqlens.diff().tolist())
+class Packed(nn.ModuleList):
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Any:
+        parts = self[0](x).split(cu_seqlens.diff().tolist())
         return torch.stack([part.mean(0) for part in parts])
-
-
-def packed(device: torch.device) -> Made:
-    inputs = {"x": torch.randn(9, 4), "cu_seqlens": torch.tensor([0, 2, 6, 9])}
-    return Packed(), inputs, square
-
-
-def scaled_loss(device: torch.device) -> Made:
-    return mlp(), torch.randn(3, 4), lambda y: square(y) * 65536
-
-
-def dropout(device: torch.device) -> Made:
-    return mlp(nn.Dropout(0.5)), torch.randn(3, 4), square
-
-
-def eval_mode(device: torch.device) -> Made:
-    return mlp(nn.BatchNorm1d(4)).eval(), torch.randn(3, 4), square
-
-
-def muon(device: torch.device) -> Made:
-    made = {"model": nn.Linear(4, 2, bias=False), "args": (torch.randn(3, 4),), "loss": square}
-    return made | {"optimizer": torch.optim.Muon}
-
-
-def compiled(device: torch.device) -> Made:
-    return torch.compile(mlp(), backend="aot_eager"), torch.randn(3, 4), square
 
 
 class Reentrant(nn.Sequential):
     def forward(self, x: Tensor) -> Any:
         return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
-
-
-def reentrant_checkpoint(device: torch.device) -> Made:
-    return Reentrant(*mlp()), torch.randn(3, 4), square
-
-
-def of_dtype(dtype: torch.dtype) -> Made:
-    return nn.Linear(4, 2).to(dtype), torch.randn(3, 4, dtype=dtype), lambda y: square(y.abs())
-
-
-def bf16(device: torch.device) -> Made:
-    return of_dtype(torch.bfloat16)
-
-
-def float64(device: torch.device) -> Made:
-    return of_dtype(torch.float64)
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-def complex64(device: torch.device) -> Made:
-    return Complex(), torch.randn(3, 4, dtype=torch.complex64), lambda y: square(y.abs())
 
 
 class Routed(nn.ModuleList):
@@ -152,73 +71,94 @@ class Routed(nn.ModuleList):
         return self[0](x)
 
 
-def idle_expert(device: torch.device) -> Made:
-    return Routed([nn.Linear(4, 2), nn.Linear(4, 2)]), torch.randn(3, 4), square
+class Complex(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.T).abs()
 
 
-def lora(device: torch.device) -> Made:
-    """A frozen layer, and an optimizer of the others only."""
+def lora() -> nn.Module:
     model = mlp(width=8)
     model[0].requires_grad_(False)
-
-    def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in parameters if p.requires_grad])
-
-    made = {"model": model, "args": (torch.randn(3, 4),), "loss": square}
-    return made | {"optimizer": adamw}
+    return model
 
 
-def sparse(device: torch.device, own: bool = True) -> Made:
-    made = {"model": nn.EmbeddingBag(8, 4, sparse=True), "args": (torch.arange(6).view(2, 3),)}
-    optimizer = {"optimizer": torch.optim.SparseAdam} if own else {}
-    return made | {"loss": square} | optimizer
+def trained_only(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad])
 
 
-def all_frozen(device: torch.device) -> Made:
-    return mlp().requires_grad_(False), torch.randn(3, 4), square
+def of(model: Any, *shape: int, loss: Any = square, dtype: Any = None, **more: Any) -> Made:
+    """A model with a random batch of this shape."""
+    batch = torch.randn(*shape or (3, 4), dtype=dtype)
+    return {"model": model, "args": (batch,), "loss": loss} | more
 
 
-def sync_batch_norm(device: torch.device) -> Made:
-    return mlp(nn.SyncBatchNorm(4)), torch.randn(3, 4), square
+INDICES = torch.arange(6)
+LAST = torch.channels_last
+PACKED = {"x": torch.randn(9, 4), "cu_seqlens": torch.tensor([0, 2, 6, 9])}
+BAG = {"args": (INDICES.view(2, 3),)}
+MEASURED: dict[str, Callable[[], Made]] = {
+    "batch_norm": lambda: of(mlp(nn.BatchNorm1d(4))),
+    "channels_last": lambda: of(
+        nn.Conv2d(3, 2, 3).to(memory_format=LAST),
+        args=(torch.randn(2, 3, 4, 4).to(memory_format=LAST),),
+    ),
+    "lstm": lambda: of(nn.LSTM(4, 3), 5, 2, 4, loss=lambda output: square(output[0])),
+    "tied": lambda: (tied(), INDICES, lambda y: cross_entropy(y, INDICES)),
+    "several_losses": lambda: of(
+        Heads(nn.Linear(4, 2)), loss=lambda out: out["loss"] + 0.1 * out["auxiliary"]
+    ),
+    "packed": lambda: (Packed([nn.Linear(4, 2)]), PACKED, square),
+    "scaled_loss": lambda: of(mlp(), loss=lambda y: square(y) * 65536),
+    "dropout": lambda: of(mlp(nn.Dropout(0.5))),
+    "eval_mode": lambda: of(mlp(nn.BatchNorm1d(4)).eval()),
+    "muon": lambda: of(nn.Linear(4, 2, bias=False), optimizer=torch.optim.Muon),
+    "compiled": lambda: of(torch.compile(mlp(), backend="aot_eager")),
+    "reentrant_checkpoint": lambda: of(Reentrant(*mlp())),
+    "bf16": lambda: of(nn.Linear(4, 2).bfloat16(), dtype=torch.bfloat16),
+    "float64": lambda: of(nn.Linear(4, 2).double(), dtype=torch.float64),
+    "complex64": lambda: of(
+        Complex(4, 2, bias=False, dtype=torch.complex64), dtype=torch.complex64
+    ),
+    "lora": lambda: of(lora(), optimizer=trained_only),  # a frozen layer
+    "sparse": lambda: of(
+        nn.EmbeddingBag(8, 4, sparse=True), optimizer=torch.optim.SparseAdam, **BAG
+    ),
+    "idle_expert": lambda: of(Routed([nn.Linear(4, 2), nn.Linear(4, 2)])),
+}
+REFUSED: dict[str, Callable[[], Made]] = {
+    "all_frozen": lambda: of(mlp().requires_grad_(False)),
+    "sync_batch_norm": lambda: of(mlp(nn.SyncBatchNorm(4))),
+    "sparse_sgd": lambda: of(nn.EmbeddingBag(8, 4, sparse=True), **BAG),
+    "lazy": lambda: of(nn.LazyLinear(2)),
+}
 
 
-def lazy(device: torch.device) -> Made:
-    return nn.LazyLinear(2), torch.randn(3, 4), square
+def make(device: torch.device, kind: str) -> Made:
+    return (MEASURED | REFUSED)[kind]()
 
 
-def replica_of(kind: str, job: Job, group: Group, **options: bool) -> ddp_sweep.Replica:
-    key: dict[str, Any] = dict.fromkeys(ddp_sweep.DDP_OPTIONS, False) | options
-    key |= {"model": f"{__name__}:{kind}", "dtype": "default", "accumulate": 1}
-    return ddp_sweep.make_replica(key, group, job, Setting("default", "none"))
-
-
-MEASURED = [
-    *(batch_norm, channels_last, lstm, tied, several_losses, packed, scaled_loss, dropout),
-    *(eval_mode, muon, compiled, reentrant_checkpoint, bf16, float64, complex64, lora, sparse),
-    idle_expert,
-]
+def replica_of(kind: str, job: Job, group: Group) -> tuple[own_model.Trial, ddp_sweep.Replica]:
+    idle = {"find_unused_parameters": kind == "idle_expert"}
+    name = f"{__name__}:make?kind={kind.removeprefix('refused ')}"
+    trial = own_model.try_own(name, CPU, idle_allowed=kind == "idle_expert")
+    key: dict[str, Any] = dict.fromkeys(ddp_sweep.DDP_OPTIONS, False) | idle
+    key |= {"model": name, "dtype": "default", "accumulate": 1}
+    return trial, ddp_sweep.make_replica(key, group, job, Setting("default", "none"))
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("kind", [function.__name__ for function in MEASURED])
+@pytest.mark.parametrize("kind", MEASURED)
 def test_it_is_measured(kind: str, job: Job) -> None:
     """Its gradients are those that DDP has averaged, here over one rank."""
-    options = {"find_unused_parameters": kind == "idle_expert"}
-    trial = try_own(f"{__name__}:{kind}", CPU, idle_allowed=kind == "idle_expert")
-    assert (trial.communication, trial.fits) == ((), True)
     group = GroupCache(job).acquire((0,))
     assert group
     with default_group(group, job, own=False):
-        replica = replica_of(kind, job, group, **options)
+        trial, replica = replica_of(kind, job, group)
+        assert (trial.communication, trial.fits) == ((), True)
         facts = ddp_sweep.facts_of([replica], {}, group)
     # GradScaler's factor is too large for the learning rate of the steps before the timing
     expected = "skipped: the loss diverges" if kind == "scaled_loss" else "passed"
     assert ddp_sweep.check([facts], [0]).startswith(expected)
-
-
-def measure(kind: str, job: Job, group: Group) -> None:
-    try_own(f"{__name__}:{kind}", CPU, idle_allowed=False)
-    replica_of(kind, job, group)
 
 
 @pytest.mark.parametrize(
@@ -226,16 +166,19 @@ def measure(kind: str, job: Job, group: Group) -> None:
     [
         ("all_frozen", "element 0 of tensors does not require grad and does not have a grad_fn"),
         ("sync_batch_norm", "SyncBatchNorm expected input tensor to be on GPU"),
-        ("sparse?own=false", "is sparse, which the default optimizer, SGD with weight decay, do"),
+        ("sparse_sgd", "is sparse, which the default optimizer, SGD with weight decay, do"),
         ("lazy", "Modules with uninitialized parameters can't be used"),
-        ("idle_expert", "1.weight receives no gradient; try --find-unused-parameters or --static"),
+        (
+            "refused idle_expert",
+            "1.weight receives no gradient; try --find-unused-parameters or --static",
+        ),
     ],
 )
 def test_it_is_refused_in_one_line(kind: str, words: str, job: Job) -> None:
     group = GroupCache(job).acquire((0,))
     assert group
     with pytest.raises((ValueError, RuntimeError)) as refused:
-        measure(kind, job, group)
+        replica_of(kind, job, group)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value).strip()
 
