@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import runpy
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,54 @@ from harness import cpu_load
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}  # ab.py's exit status
+
+
+# writes a report of 24 blocks to --json; waits for its turn before each block if there are pipes
+FAKE = """
+import json, os, random, subprocess, sys, time
+seconds, mode = float(sys.argv[1]), sys.argv[2]
+path = sys.argv[sys.argv.index("--json") + 1]
+number, out = int(os.path.basename(path)[:2]), os.path.dirname(os.path.dirname(path))
+while mode == "hang" and number == 2 and not os.path.exists(out + "/go on"):
+    time.sleep(0.1)
+if mode == "leave":
+    code = "import os, time; os.fork() and os._exit(0); time.sleep(1000)"
+    subprocess.run([sys.executable, "-c", code, out], start_new_session=True)
+pipes = os.environ.get("TORCHRUN_BENCH_TURN") if mode != "no turns" else None
+if pipes:
+    grant, release = (os.open(p, f) for p, f in zip(pipes.split(":"), (os.O_RDONLY, os.O_WRONLY)))
+    os.read(grant, 1)
+log = open(out + "/order", "a")
+times = []
+for block in range(12 if mode == "short" else 24):
+    print(sys.argv[1], "begins", file=log, flush=True)
+    noise = random.gauss(0, 1e-5)  # equal samples would be copies of one run
+    times += [seconds * (1 + 0.001 * ((7 * number + block) % 5) + noise)] * 2
+    print(sys.argv[1], "ends", file=log, flush=True)
+    if mode == "fail" and block == 3:
+        sys.exit("a reason to fail")
+    if pipes:
+        os.write(release, b".")
+        os.read(grant, 1)
+head = {"schema": "torchrun-bench/3", "benchmark": "fake", "argv": sys.argv}
+head |= {"started_at": f"2026-01-01T{number:02}:00:00+00:00"}
+head |= {"environment": {"variables": {"FAKE": os.environ.get("FAKE", "unset")},
+                         "torch": "3" if os.path.exists(out + "/upgraded") else "2"}}
+case = {"key": {"n": 1}, "name": "x", "ranks": [0], "rounds": [2] * (len(times) // 2)}
+case["samples_s"] = {"step": [times]}
+with open(path, "w") as file:
+    for line in (head, case, {"status": "complete", "finished_at": "2026-01-01"}):
+        file.write(json.dumps(line) + "\\n")
+"""
+
+
+def fake(folder: Path, words: str) -> str:
+    """A command for ab.py that writes such a report: `0.1 x` has steps of 0.1 s. The second word
+    may be hang, leave, no turns, short or fail."""
+    script = folder / "fake.py"
+    if not script.exists():
+        script.write_text(FAKE)
+    return f"{shlex.join([sys.executable, str(script)])} {words}"
 
 
 def estimate(value: Any, low: Any = None, high: Any = None) -> dict[str, Any]:

@@ -4,8 +4,6 @@ compare.py and ab.py. tests/test_report_page.py opens such a page in a browser."
 import itertools
 import json
 import re
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,13 @@ from analysis.pages.page import short_names, without_folders
 from analysis.runs.load import load
 from analysis.runs.verdicts import Design, compare
 from tests.pure.pages import lines_of, page_of, tables_of
-from tests.pure.reports import alike, case, estimate, run, start, write
-from tests.pure.tables import rows_of
+from tests.pure.reports import alike, case, estimate, fake, run, start, write
+from tests.pure.tables import check_pair, rows_of
 
 COLUMNS = ["case", "BASE", "TEST", "TEST is", "95% interval", "verdict"]
 NAMES = ("no ddp", "1M/2G", "1M/2G bf16")
-Change = Callable[[int, list[dict[str, Any]]], tuple[list[dict[str, Any]], dict[str, Any]]]
+Cases = list[dict[str, Any]]
+Change = Callable[[int, Cases], tuple[Cases, dict[str, Any]]]
 
 
 def side(folder: Path, factors: list[float], seed: int, runs: int = 5, **more: Any) -> str:
@@ -40,18 +39,13 @@ def side(folder: Path, factors: list[float], seed: int, runs: int = 5, **more: A
     return str(folder)
 
 
-def fails(i: int, cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    cases[2] |= {"check": "failed: out of memory", "samples_s": {}, "metrics": {}}
-    return cases, {"status": "failed"}
+def fails_or_is_missing(i: int, cases: Cases) -> tuple[Cases, dict[str, Any]]:
+    """The second case is missing, the third one failed, and there is another one."""
+    failed = cases[2] | {"check": "failed: out of memory", "samples_s": {}, "metrics": {}}
+    return [cases[0], failed, case("another", [0.5] * 12)], {"status": "failed"}
 
 
-def is_missing(i: int, cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    return [cases[0], case("another", [0.5] * 12)], {}
-
-
-def is_disturbed(
-    i: int, cases: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def is_disturbed(i: int, cases: Cases) -> tuple[Cases, dict[str, Any]]:
     return cases, {"others": [[1.5 if i in (1, 3) else 0.02, 2]]}
 
 
@@ -72,24 +66,22 @@ def assert_agree(page: str, printed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "change", "verdicts"),
+    ("words", "runs", "change", "verdicts"),
     [
-        ("", None, ["same", "slower", "faster", "same"]),
-        ("--margin 30%", None, ["same", "same", "same", "same"]),
-        ("--paired", None, [f"{name} [5 pairs]" for name in ("same", "slower", "faster", "same")]),
-        ("--interleaved", None, ["same", "slower", "faster", "same"]),
-        ("", is_disturbed, ["same", "slower", "faster", "same"]),
-        ("--allow-disturbed", is_disturbed, ["same [disturbed runs allowed]"]),
-        ("", fails, ["same", "slower", "failed", "slower"]),
-        ("", is_missing, ["same", "missing", "missing", "new"]),
+        ("", 5, None, ["same", "slower", "faster", "same"]),
+        ("", 1, None, ["undecided"] * 4),
+        ("--paired", 5, None, [f"{x} [5 pairs]" for x in ("same", "slower", "faster", "same")]),
+        ("--interleaved", 5, None, ["same", "slower", "faster", "same"]),
+        ("--allow-disturbed", 5, is_disturbed, ["same [disturbed runs allowed]"]),
+        ("", 5, fails_or_is_missing, ["same", "missing", "failed", "new"]),
     ],
 )
 def test_page_and_table_agree(
-    words: str, change: Change | None, verdicts: list[str], tmp_path: Path
+    words: str, runs: int, change: Change | None, verdicts: list[str], tmp_path: Path
 ) -> None:
-    base = side(tmp_path / "base", [1, 1, 1], 1)
+    base = side(tmp_path / "base", [1, 1, 1], 1, runs)
     more: dict[str, Any] = {"change": change} if change else {}
-    test = side(tmp_path / "test", [1, 1.2, 1 / 1.2], 2, **more)
+    test = side(tmp_path / "test", [1, 1.2, 1 / 1.2], 2, runs, **more)
     sides = (base, "--test", test, *words.split())
     printed = run("compare.py", *sides)
     page = page_of(tmp_path, *sides)
@@ -101,21 +93,13 @@ def test_page_and_table_agree(
     assert whole.index("Runs") < whole.index("What was measured")
 
 
-def test_one_run_a_side_has_no_verdict(tmp_path: Path) -> None:
-    base, test = (side(tmp_path / name, [1, 1, 1], 1, 1) for name in ("base", "test"))
-    sides = (base, "--test", test)
-    page = page_of(tmp_path, *sides)
-    assert_agree(page, run("compare.py", *sides).stdout)
-    assert [row[1] for row in tables_of(page)["Verdicts"][1:]] == ["undecided"] * 4
-    assert lines_of(page, "answer") == ["3 undecided"]
-
-
 def test_runs_that_are_left_out_are_named_with_their_reason(tmp_path: Path) -> None:
     """The second and fourth run of TEST were disturbed, and one is a copy."""
     base = side(tmp_path / "base", [1, 1, 1], 1)
     test = side(tmp_path / "test", [1, 1, 1], 2, change=is_disturbed)
     (tmp_path / "test" / "09.jsonl").write_bytes((tmp_path / "test" / "01.jsonl").read_bytes())
     page = page_of(tmp_path, base, "--test", test)
+    assert_agree(page, run("compare.py", base, "--test", test).stdout)
     tables = tables_of(page)
     assert [row[-1] for row in tables["Verdicts"][1:]] == ["5 of 5, 3 of 6"] * 3 + [""]
     heads, *rows = tables["Runs"]
@@ -156,72 +140,52 @@ def test_differences_of_the_environments_are_shown(tmp_path: Path) -> None:
 
 # -- folders of ab.py ------------------------------------------------------------------------------
 
-SCRIPT = """
-import json, os, random, sys
-path = sys.argv[sys.argv.index("--json") + 1]
-number = int(os.path.basename(path)[:2])
-noise = random.Random(path.split(os.sep)[-2] + str(number))
-head = {"schema": "torchrun-bench/3", "benchmark": "mine", "argv": sys.argv}
-head |= {"started_at": f"2026-01-01T{number:02}:00:{noise.randrange(60):02}+00:00"}
-variables = {"MODE": os.environ.get("MODE")}
-head |= {"environment": {"torch": "2", "hosts": ["node1"], "variables": variables}}
-with open(path, "w") as file:
-    file.write(json.dumps(head) + "\\n")
-    for name, seconds in (("local", 0.05), ("step", 0.1)):
-        mean = seconds * float(sys.argv[1]) * (1 + 0.02 * number)
-        times = [mean * (1 + noise.gauss(0, 0.01)) for _ in range(24)]
-        case = {"key": {"name": name}, "name": name, "ranks": [0], "rounds": [2] * 12}
-        file.write(json.dumps(case | {"samples_s": {"step": [times]}}) + "\\n")
-    file.write(json.dumps({"status": "complete", "others": [[0.0, 2]]}) + "\\n")
-"""
 
-
-@pytest.fixture
-def command(tmp_path: Path) -> Callable[[float], str]:
-    """A command for ab.py. Its steps take the given factor times 0.1 s."""
-    script = tmp_path / "scripts" / "fake.py"
-    script.parent.mkdir()
-    script.write_text(SCRIPT)
-    return lambda factor: f"{shlex.quote(sys.executable)} {shlex.quote(str(script))} {factor}"
-
-
-def test_a_folder_of_ab_py(tmp_path: Path, command: Callable[[float], str]) -> None:
+def test_a_folder_of_ab_py(tmp_path: Path) -> None:
     """The page uses the margin and the variables of the call."""
     out = str(tmp_path / "out")
     words = ("--runs", "4", "--margin", "30%", "--b-env", "MODE=fast", "HF_TOKEN=hunter2")
-    done = run("ab.py", "--out", out, "--a", command(1), "--b", command(1.2), *words)
+    sides = ("--a", fake(tmp_path, "0.1 x"), "--b", fake(tmp_path, "0.12 x"))
+    done = run("ab.py", "--out", out, *sides, *words)
     assert done.returncode == 0, done.stderr
     (tmp_path / "out" / "verdict.json").write_text("{}")  # left by --format json; not a report
     page = page_of(tmp_path, out)
     assert_agree(page, done.stdout)
-    assert lines_of(page, "answer")[0] == "2 same [4 pairs]"
+    assert lines_of(page, "answer")[0] == "1 same [4 pairs]"
     heads, base, test = tables_of(page)["What was compared"]
     assert (base[0], test[0]) == ("BASE: a", "TEST: b")
     assert "MODE=fast" in test[heads.index("command")]
     assert "hunter2" not in page
     assert [base[heads.index("runs")], test[heads.index("runs")]] == ["4", "4"]
     strict = page_of(tmp_path, out, "--margin", "2%")
-    assert lines_of(strict, "answer")[0] == "2 slower [4 pairs]"
-    assert [row[1] for row in tables_of(strict)["Verdicts"][1:]] == ["slower [4 pairs]"] * 3
+    assert lines_of(strict, "answer")[0] == "1 slower [4 pairs]"
+    assert tables_of(strict)["Verdicts"][1][1] == "slower [4 pairs]"
 
 
-def test_a_command_against_itself(tmp_path: Path, command: Callable[[float], str]) -> None:
-    out = str(tmp_path / "out")
-    done = run("ab.py", "--out", out, "--a", command(1), "--runs", "4")
-    page = page_of(tmp_path, out)
+def test_a_command_against_itself(tmp_path: Path) -> None:
+    """Table, page and JSON have the smallest change that this number of runs can show."""
+    words = ("--out", str(tmp_path / "out"), "--a", fake(tmp_path, "0.1 x"), "--runs", "4")
+    done = run("ab.py", *words)
+    # the times of fake.py depend only on the round
+    row = r"^x +100.2 ms +100.2 ms +1.00x +1.000 to 1.000 +0\.00\d+%$"
+    assert re.search(row, done.stdout, re.MULTILINE)
+    assert "# smallest change: 4 runs per side detect it in 9 of 10 comparisons" in done.stdout
+    page = page_of(tmp_path, str(tmp_path / "out"))
     assert_agree(page, done.stdout)
     assert '<h2 id="s1">a against itself</h2>' in page
     assert "smallest change" in tables_of(page)["Verdicts"][0]
+    as_json = run("ab.py", *words, "--format", "json")
+    check_pair(json.loads(as_json.stdout)["pairs"][0], done.stdout, is_like_with_like=True)
 
 
-def test_a_folder_that_was_interrupted(tmp_path: Path, command: Callable[[float], str]) -> None:
+def test_a_folder_that_was_interrupted(tmp_path: Path) -> None:
     """Complete rounds are compared. Without any, the page still shows the reports."""
     out = tmp_path / "out"
-    words = ("--a", command(1), "--b", command(1.2), "--runs", "3")
+    words = ("--a", fake(tmp_path, "0.1 x"), "--b", fake(tmp_path, "0.12 x"), "--runs", "3")
     assert run("ab.py", "--out", str(out), *words).returncode == 0
     (out / "b" / "03.jsonl").unlink()
     page = page_of(tmp_path, str(out))
-    assert [row[-1] for row in tables_of(page)["Verdicts"][1:3]] == ["2 of 2, 2 of 2"] * 2
+    assert tables_of(page)["Verdicts"][1][-1] == "2 of 2, 2 of 2"
     assert "a/03 has no partner: its round was not finished." in lines_of(page, "warning")
     assert "3 usable pairs are needed, but there are 2" in page
     for report in (out / "b").glob("*.jsonl"):
@@ -327,20 +291,19 @@ def test_runs_that_were_disturbed_alike_are_hollow(tmp_path: Path) -> None:
 
 
 def test_cases_measured_on_one_side_are_in_the_plot(tmp_path: Path) -> None:
-    (figure,) = all_runs(compared(tmp_path, change=is_missing), ("BASE", "TEST"))
+    (figure,) = all_runs(compared(tmp_path, change=fails_or_is_missing), ("BASE", "TEST"))
     texts = [text.get_text() for text in figure.axes[0].texts]
-    assert texts == ["same", "missing", "missing", "new"]
+    assert texts == ["same", "missing", "failed", "new"]
     assert points(figure, "x") == []  # they count, but have no counterpart
     assert len(points(figure, "D")) == 1
 
 
 def sweep(count: int, hooks: tuple[str, ...], ranks: tuple[int, ...]) -> list[dict[str, Any]]:
     lines = []
-    for hook in hooks:
-        for n in ranks:
-            key = {"model": "m", "ranks": n, "ddp": True, "comm_hook": hook}
-            rate = estimate(10.0 * n * count, 9.0 * n * count, 11.0 * n * count)
-            lines.append(case(f"{n} {hook}", key=key, metrics={"samples_per_s": rate}))
+    for hook, n in itertools.product(hooks, ranks):
+        key = {"model": "m", "ranks": n, "ddp": True, "comm_hook": hook}
+        rate = estimate(10.0 * n * count, 9.0 * n * count, 11.0 * n * count)
+        lines.append(case(f"{n} {hook}", key=key, metrics={"samples_per_s": rate}))
     return lines
 
 
@@ -360,9 +323,8 @@ def test_one_figure_for_each_setting_and_no_legend_over_points(tmp_path: Path) -
         for i, name in enumerate(("first", "second"))
     ]
     figures = draw(load(paths))
-    assert [figure.get_label() for figure in figures] == [
-        f"samples/s, m, comm hook {hook}" for hook in hooks
-    ]
+    titles = [f"samples/s, m, comm hook {hook}" for hook in hooks]
+    assert [figure.get_label() for figure in figures] == titles
     for figure in figures:
         legend = figure.axes[0].get_legend()
         assert legend
@@ -376,29 +338,28 @@ def test_one_figure_for_each_setting_and_no_legend_over_points(tmp_path: Path) -
     assert not covered(runs)
 
 
+def has_room(figure: Figure) -> bool:
+    """Whether no label of the y axis covers another."""
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    return not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+
+
 def test_many_cases_have_a_row_each(tmp_path: Path) -> None:
-    """With 64 cases no label covers another, and their common prefix is in the title."""
-    for name, seed in (("base", 1), ("test", 2)):
-        for i in range(2):
-            times = alike(64, 0.1, seed + i)
-            cases = [case(f"all_reduce sum, {2**k} bytes", [t] * 12) for k, t in enumerate(times)]
-            write(tmp_path / name / f"{i}.jsonl", *cases, started_at=start(i))
-    base, test = (load([str(tmp_path / name)]) for name in ("base", "test"))
+    """No label covers another, and the common prefix of 64 cases is in the title."""
+    for i in range(2):
+        times = alike(64, 0.1, i)
+        cases = [case(f"all_reduce sum, {2**k} bytes", [t] * 12) for k, t in enumerate(times)]
+        write(tmp_path / f"{i}.jsonl", *cases)
+    base, test = (load([str(tmp_path / f"{i}.jsonl")]) for i in range(2))
     (figure,) = all_runs(compare(base, test, Design()), ("BASE", "TEST"))
     assert figure.get_label() == "All runs: all_reduce sum"
     labels = figure.axes[0].get_yticklabels()
     assert [label.get_text() for label in labels][:2] == ["1 bytes", "2 bytes"]
-    figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in labels]
-    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
-
-
-def test_bars_with_long_names_have_room_for_them(tmp_path: Path) -> None:
+    assert has_room(figure)
     cases = [case(f"a case with quite a long name, number {k}") for k in range(20)]
-    (figure,) = draw(load([write(tmp_path / "a.jsonl", *cases, benchmark="mine")]))
-    figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
-    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+    (bars,) = draw(load([write(tmp_path / "a.jsonl", *cases, benchmark="mine")]))
+    assert has_room(bars)
 
 
 def test_answers_of_several_reports_are_a_table(tmp_path: Path) -> None:

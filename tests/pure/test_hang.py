@@ -7,15 +7,15 @@ import itertools
 import json
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from analysis import hang
 from analysis.hang import conclude
 from analysis.logs.watchdog import Evidence
+from tests.pure.reports import run
 
 FORMS = {  # prefixes of the group, and the line that follows a timeout
     "2.6": (
@@ -69,8 +69,18 @@ def told(lines: Iterable[str], world_size: int | None = None) -> tuple[tuple[int
     return (finding.ranks, finding.sentence) if finding else ((), "")
 
 
-def of_all(ranks: Iterable[int], seq: int, **options: object) -> list[str]:
-    return [line for rank in ranks for line in timeout(rank, seq, **options)]  # type: ignore[arg-type]
+def of_all(ranks: Iterable[int], seq: int, **options: Any) -> list[str]:
+    return [line for rank in ranks for line in timeout(rank, seq, **options)]
+
+
+def verdict(folder: Path, logs: Mapping[str, list[str] | bytes], *flags: str) -> tuple[int, str]:
+    """The exit status and output of hang.py for these files, in this order."""
+    for name, log in logs.items():
+        text = log if isinstance(log, bytes) else "\n".join([*log, ""]).encode()
+        (folder / name).write_bytes(text)
+    done = run("hang.py", *(str(folder / name) for name in logs), *flags)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,63 +114,44 @@ def test_a_rank_without_lines() -> None:
 
 
 @pytest.mark.parametrize("end", [1.0, 0.995, 0.7, 0.4])
-def test_a_log_that_is_cut_off_names_no_rank(
-    end: float,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_log_that_is_cut_off_names_no_rank(end: float, tmp_path: Path) -> None:
     """Rank 7 is stopped, and rank 4 prints last: without its lines, it must not be named."""
-    text = "\n".join([*of_all([0, 1, 2, 3, 5, 6, 4], 12), ""])
-    path = tmp_path / "job.log"
-    path.write_text(text[: int(end * len(text))])
-    for flags in ([], ["--world-size", "8"]):
-        monkeypatch.setattr("sys.argv", ["hang.py", str(path), *flags])
-        status, out = hang.main(), capsys.readouterr().out
-        if end == 1 and flags:
-            assert (status, out.partition(" reported")[0]) == (1, "rank 7")
-        else:
-            assert (status, out.partition(":")[0]) == (4, "cannot tell which rank")
-            assert ("job.log is incomplete; give the whole logs" in out) == (end < 1)
+    text = "\n".join([*of_all([0, 1, 2, 3, 5, 6, 4], 12), ""]).encode()
+    logs = {"job.log": text[: int(end * len(text))]}
+    if end == 1:
+        status, out = verdict(tmp_path, logs, "--world-size", "8")
+        assert (status, out.partition(" reported")[0]) == (1, "rank 7")
+    for flags in [[]] if end == 1 else [[], ["--world-size", "8"]]:
+        status, out = verdict(tmp_path, logs, *flags)
+        assert (status, out.partition(":")[0]) == (4, "cannot tell which rank")
+        assert ("job.log is incomplete; give the whole logs" in out) == (end < 1)
 
 
-def test_each_rank_has_a_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_has_a_log(tmp_path: Path) -> None:
     """Rank 1 is stopped; its log has the steps until then."""
-    for rank in range(3):
-        lines = ["step 12", *(timeout(rank, 12) if rank != 1 else [])]
-        (tmp_path / f"rank{rank}.log").write_text("\n".join([*lines, ""]))
-    for count, status in ((3, 1), (2, 4)):  # all logs; those of ranks 0 and 2
-        paths = [
-            str(path)
-            for path in sorted(tmp_path.glob("*.log"))
-            if count == 3 or "1" not in path.name
-        ]
-        monkeypatch.setattr("sys.argv", ["hang.py", *paths])
-        assert hang.main() == status
-        assert "rank 1 reported nothing about all_reduce 12" in capsys.readouterr().out
+    logs = {f"rank{r}.log": ["step 12", *(timeout(r, 12) if r != 1 else [])] for r in range(3)}
+    for status in (1, 4):
+        found, out = verdict(tmp_path, logs)
+        assert found == status
+        assert "rank 1 reported nothing about all_reduce 12" in out
+        logs.pop("rank1.log", None)
 
 
-def test_the_log_of_one_node_is_cut_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_one_node_is_cut_off(tmp_path: Path) -> None:
     """Rank 1 is stopped. The second node's log lacks the lines of rank 5 and the summary. The first
     node's summary may tell that torchrun killed rank 1."""
     first = of_all([0, 2, 3], 12)
     killed = summary((0, -6), (1, -9), (2, -6), (3, -6))
     second = [*of_all([4, 6, 7], 12), *timeout(5, 12)]
-    both = summary((4, -6), (5, -6), (6, -6), (7, -6))
-    for lines, words in (
-        ((first, summary((0, -6), (2, -6), (3, -6)), second[:6], []), "cannot tell which rank: "),
-        ((first, killed, second[:6], []), "rank 1 on node1 ended by signal 9; ranks 1, 5 reported"),
-        ((first, killed, second, both), "rank 1 reported nothing about all_reduce 12"),
+    both = [*second, *summary((4, -6), (5, -6), (6, -6), (7, -6))]
+    for end, other, words in (
+        (summary((0, -6), (2, -6), (3, -6)), second[:6], "cannot tell which rank: "),
+        (killed, second[:6], "rank 1 on node1 ended by signal 9; ranks 1, 5 reported"),
+        (killed, both, "rank 1 reported nothing about all_reduce 12"),
     ):
-        (tmp_path / "a.log").write_text("\n".join([*lines[0], *lines[1], ""]))
-        (tmp_path / "b.log").write_text("\n".join([*lines[2], *lines[3], ""]))
-        monkeypatch.setattr("sys.argv", ["hang.py", *map(str, sorted(tmp_path.glob("*.log")))])
-        assert hang.main() == (4 if words.startswith("cannot") else 1)
-        assert capsys.readouterr().out.startswith(words)
+        status, out = verdict(tmp_path, {"a.log": [*first, *end], "b.log": other})
+        assert out.startswith(words)
+        assert status == (4 if words.startswith("cannot") else 1)
 
 
 AGENT = (
@@ -191,23 +182,16 @@ def test_calls_of_one_attempt_that_time_out_one_after_the_other() -> None:
     assert told([*first, *of_all([0, 1], 13), signal(2, 11)])[0] == (2,)
 
 
-def test_the_newest_attempt_in_the_logs_of_two_nodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_attempt_in_the_logs_of_two_nodes(tmp_path: Path) -> None:
     """Rank 1 hung in the first attempt, rank 3 in the second one. In the log of the second node,
     rank 2 waits first in collective 9, then in 50."""
-    nodes = {
-        "node0": [*timeout(0, 9), signal(1, 8), *of_all([0, 1], 50)],
-        "node1": [*of_all([2, 3], 9), *timeout(2, 50), signal(3, 49)],
-    }
-    for name, lines in nodes.items():
-        (tmp_path / f"{name}.out").write_text("\n".join([*lines, ""]))
-    tasks = [f"{n}: {line}" for n, lines in enumerate(nodes.values()) for line in lines]
-    (tmp_path / "srun.out").write_text("\n".join([*tasks, ""]))
-    for paths in (["node0.out", "node1.out"], ["node1.out", "node0.out"], ["srun.out"]):
-        monkeypatch.setattr("sys.argv", ["hang.py", *(str(tmp_path / path) for path in paths)])
-        assert hang.main() == 1
-        assert capsys.readouterr().out.startswith("rank 3 did not start all_reduce 50 of group 0")
+    one = [*timeout(0, 9), signal(1, 8), *of_all([0, 1], 50)]
+    two = [*of_all([2, 3], 9), *timeout(2, 50), signal(3, 49)]
+    tasks = [*(f"0: {line}" for line in one), *(f"1: {line}" for line in two)]
+    for logs in ({"1": one, "2": two}, {"2": two, "1": one}, {"srun": tasks}):
+        status, out = verdict(tmp_path, logs)
+        assert status == 1
+        assert out.startswith("rank 3 did not start all_reduce 50 of group 0")
 
 
 def test_calls_that_differ() -> None:
@@ -241,13 +225,18 @@ def test_one_rank_ahead_of_the_others() -> None:
     assert "cannot tell" in sentence
 
 
-DETAIL = (
-    "[rank{a}]: RuntimeError: Detected mismatch between collectives on ranks. Rank {a} is running "
-    "collective: CollectiveFingerPrint(SequenceNumber=7, OpType={op_a}, TensorShape=[10, 3], "
-    "TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu)), but "
-    "Rank {b} is running collective: CollectiveFingerPrint(SequenceNumber=7, OpType={op_b}, "
-    "TensorShape=[10, 3]).Collectives differ in the following aspects: \t Op type"
-)
+def mismatch(
+    a: int, b: int, op_a: str, op_b: str = "ALLREDUCE", at: int | None = None, dtype: str = "Float"
+) -> str:
+    """The line of TORCH_DISTRIBUTED_DEBUG=DETAIL. at: the global number of rank `a`."""
+    return (
+        f"[rank{a if at is None else at}]: RuntimeError: Detected mismatch between collectives on "
+        f"ranks. Rank {a} is running collective: CollectiveFingerPrint(SequenceNumber=7, "
+        f"OpType={op_a}, TensorShape=[10, 3], TensorDtypes={dtype}, TensorDeviceTypes="
+        f"TensorOptions(dtype=float (default), device=cpu)), but Rank {b} is running collective: "
+        f"CollectiveFingerPrint(SequenceNumber=7, OpType={op_b}, TensorShape=[10, 3]).Collectives "
+        "differ in the following aspects: \t Op type"
+    )
 
 
 def summary(first: tuple[int, int], *others: tuple[int, int]) -> list[str]:
@@ -266,23 +255,24 @@ def summary(first: tuple[int, int], *others: tuple[int, int]) -> list[str]:
     return ["Failures:", *later, "Root Cause (first observed failure):", *block(0, *first)]
 
 
+TIMED_OUT = "Timed out waiting 8000ms for recv operation to complete"
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:6178"
+MONITORED = "[rank{0}]:[E1 ProcessGroupGloo.cpp:68] [Rank {0}]: "
+
+
 @pytest.mark.parametrize(
     ("lines", "ranks", "words"),
     [
         (
-            [
-                DETAIL.format(a=1, b=0, op_a="BROADCAST", op_b="ALLREDUCE"),
-                DETAIL.format(a=2, b=1, op_a="ALLREDUCE", op_b="BROADCAST"),
-            ],
+            [mismatch(1, 0, "BROADCAST", "ALLREDUCE"), mismatch(2, 1, "ALLREDUCE", "BROADCAST")],
             (1,),
             "rank 1: broadcast 7 of shape [10, 3]; ranks 0, 2: all_reduce",
         ),
         (
             [
-                "[rank0]:[E1 ProcessGroupGloo.cpp:68] [Rank 0]: Ranks 1, 3 failed to pass "
-                "monitoredBarrier in 5000 ms",
-                "[rank2]:[E1 ProcessGroupGloo.cpp:68] Rank 2 successfully reached "
-                "monitoredBarrier, but received errors while waiting for send/recv from rank 0.",
+                MONITORED.format(0) + "Ranks 1, 3 failed to pass monitoredBarrier in 5000 ms",
+                MONITORED.format(2) + "Rank 2 successfully reached monitoredBarrier, but received "
+                "errors while waiting for send/recv from rank 0.",
             ],
             (1, 3),
             "did not reach a monitored barrier",
@@ -305,41 +295,26 @@ def summary(first: tuple[int, int], *others: tuple[int, int]) -> list[str]:
             "rank 1 on vm does not answer",
         ),
         (
-            [
-                "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer "
-                "[127.0.0.1]:6178",
-                *summary((0, 1), (1, -9), (2, -15)),
-            ],
+            [f"[rank0]: {LOST}", *summary((0, 1), (1, -9), (2, -15))],
             (1,),
             "rank 1 on node1 ended by signal 9",
         ),
         (
-            [
-                *(
-                    f"[rank{rank}]: RuntimeError: [unbound_buffer.cc:78] Timed out waiting 8000ms "
-                    "for recv operation to complete"
-                    for rank in (0, 2)
-                ),
-                *summary((0, 1), (2, 1), (1, -9)),
-            ],
+            [f"[rank{r}]: RuntimeError: [buffer.cc:78] {TIMED_OUT}" for r in (0, 2)]
+            + summary((0, 1), (2, 1), (1, -9)),
             (1,),
             "rank 1 reported no timeout, while ranks 0, 2 timed out",
         ),
         (
             [
-                "[rank0]: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
-                "[rank1]: RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:6178",
-                "[rank2]: step 12",
+                *(f"[rank0]: RuntimeError: {TIMED_OUT}", f"[rank1]: {LOST}", "[rank2]: step 12"),
                 *summary((0, 1), (1, 1), (2, -9)),
             ],
             (2,),
             "rank 2 reported no timeout, while rank 0 timed out",
         ),
         (
-            [
-                "[rank0]: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
-                "[rank2]: step 12",
-            ],
+            [f"[rank0]: RuntimeError: {TIMED_OUT}", "[rank2]: step 12"],
             (),
             "ranks 1, 2 reported no timeout, while rank 0 timed out in an operation over gloo, but",
         ),
@@ -360,45 +335,40 @@ def test_an_abort_of_the_watchdog_is_not_a_cause() -> None:
     assert sentence.endswith("rank 1 on node1 ended by signal 9")
 
 
-@pytest.mark.parametrize("form", ["pickle", "json"])
-def test_dumps_of_the_flight_recorder(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 of 3 waits in a group of ranks 0 and 1, in which rank 0 never called anything."""
+def dump(dumps: Any, config: dict[str, str], *entries: dict[str, Any]) -> bytes:
+    groups = {group: {"ranks": ranks} for group, ranks in config.items()}
+    return dumps({"pg_config": groups, "entries": entries})  # type: ignore[no-any-return]
 
-    def entry(
-        seq: int, done: bool, group: str = "0", op: str = "nccl:all_reduce"
-    ) -> dict[str, Any]:
-        made = {"process_group": (group, "default_pg" if group == "0" else "mesh_tp")}
-        shapes = {"input_sizes": [[10, 3]], "state": "completed" if done else "scheduled"}
-        return {**made, **shapes, "collective_seq_id": seq, "profiling_name": op, "is_p2p": False}
 
-    config = {"0": {"ranks": "[0, 1, 2]"}, "7": {"ranks": "[0, 1]"}}
-    entries = {
-        0: [entry(4, True)],
-        1: [entry(4, True), entry(1, False, "7")],
-        2: [entry(4, True), entry(5, False, op="nccl:_all_gather_base")],
+def entry(seq: int, state: str, group: str = "0", **more: Any) -> dict[str, Any]:
+    """A call in a dump of the flight recorder."""
+    made: dict[str, Any] = {
+        "process_group": (group, "default_pg" if group == "0" else "mesh_tp"),
+        "state": state,
     }
-    paths = []
-    for rank, of_rank in entries.items():
-        content = {"pg_config": config, "entries": of_rank}
-        data = pickle.dumps(content, 2) if form == "pickle" else json.dumps(content).encode()
-        paths.append(tmp_path / f"nccl_trace_rank_{rank}")
-        paths[-1].write_bytes(data)
-    monkeypatch.setattr("sys.argv", ["hang.py", *map(str, paths)])
-    assert hang.main() == 1
-    assert capsys.readouterr().out == (
+    made |= {"collective_seq_id": seq, "is_p2p": False, "input_sizes": [[10, 3]]}
+    return made | {"profiling_name": "nccl:all_reduce"} | more
+
+
+def as_json(content: object) -> bytes:
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, as_json])
+def test_dumps_of_the_flight_recorder(dumps: Any, tmp_path: Path) -> None:
+    """Rank 1 of 3 waits in a group of ranks 0 and 1, in which rank 0 never called anything."""
+    over, gathers = entry(4, "completed"), {"profiling_name": "nccl:_all_gather_base"}
+    entries = [[over], [over, entry(1, "scheduled", "7")], [over, entry(5, "scheduled", **gathers)]]
+    config = {"0": "[0, 1, 2]", "7": "[0, 1]"}
+    logs = {f"trace_rank_{rank}": dump(dumps, config, *rows) for rank, rows in enumerate(entries)}
+    assert verdict(tmp_path, logs) == (
+        1,
         "rank 0 did not start all_gather_into_tensor 5 of group 0 (30 elements), in which rank 2 "
-        "waits; its last completed collective is 4\n"
+        "waits; its last completed collective is 4\n",
     )
 
 
-SIZES = [65536, 65536, 7]
-
-
-def test_another_size_in_an_all_reduce(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_size_in_an_all_reduce(tmp_path: Path) -> None:
     """NCCL does not compare sizes: rank 2 completes its smaller call, and the others wait. The log
     has no size of a completed call, but dumps have."""
     lines = [*of_all([0, 1], 9), signal(2, 9)]
@@ -410,21 +380,14 @@ def test_another_size_in_an_all_reduce(
     assert "rank 2 completed all_reduce 9" in told([*of_all([0, 1], 9), *timeout(2, 10)])[1]
     # a broadcast is over for its source when it has sent
     assert "completed" not in told([*of_all([0, 1], 9, op="BROADCAST"), signal(2, 9)])[1]
-    (tmp_path / "job.log").write_text("\n".join([*lines, ""]))
-    for rank, size in enumerate(SIZES):
-        entry = {
-            "process_group": ["0", "default_pg"], "collective_seq_id": 9, "is_p2p": False,
-            "profiling_name": "nccl:all_reduce", "input_sizes": [[size]],
-            "state": "completed" if rank == 2 else "started",
-        }  # fmt: skip
-        content = {"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": [entry]}
-        (tmp_path / f"nccl_trace_rank_{rank}").write_text(json.dumps(content))
-    paths = map(str, sorted(tmp_path.iterdir()))
-    monkeypatch.setattr("sys.argv", ["hang.py", *paths])
-    assert hang.main() == 1
-    assert capsys.readouterr().out == (
+    calls = [entry(9, "started", input_sizes=[[65536]])] * 2
+    calls.append(entry(9, "completed", input_sizes=[[7]]))
+    dumps = [dump(as_json, {"0": "[0, 1, 2]"}, call) for call in calls]
+    logs = {f"trace_rank_{rank}": content for rank, content in enumerate(dumps)}
+    assert verdict(tmp_path, {"job.log": lines, **logs}) == (
+        1,
         "the ranks called different collectives as 9 of group 0: rank 2: all_reduce of 7 elements; "
-        "ranks 0, 1: all_reduce of 65,536 elements\n"
+        "ranks 0, 1: all_reduce of 65,536 elements\n",
     )
 
 
@@ -437,20 +400,13 @@ def test_another_size_in_an_all_reduce(
         (None, "regular file"),
     ],
 )
-def test_files_that_are_refused(
-    content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_files_that_are_refused(content: bytes | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "dump_rank_0"
     path.write_bytes(content) if content is not None else os.mkfifo(path)
-    monkeypatch.setattr("sys.argv", ["hang.py", str(path)])
-    with pytest.raises(SystemExit) as end:
-        hang.main()
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert str(path) in error
-    assert words in error
+    done = run("hang.py", str(path))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert str(path) in done.stderr
+    assert words in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -470,25 +426,21 @@ def test_a_healthy_log_names_no_rank(line: str) -> None:
     assert told([line] * 3) == ((), "")
 
 
-def test_a_log_that_begins_with_a_brace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_begins_with_a_brace(tmp_path: Path) -> None:
     """As trainers print their metrics: Python's dicts or JSON."""
-    path = tmp_path / "rank0.log"
     for first, code in (("{'loss': 2.3}", "utf-8"), ('{"loss": 2.3}', "utf-8"), ("", "utf-16")):
-        path.write_text("\n".join([first, *of_all([0, 2], 12), signal(1, 11)]), encoding=code)
-        monkeypatch.setattr("sys.argv", ["hang.py", str(path)])
-        assert hang.main() == 1
-        assert capsys.readouterr().out.startswith("rank 1 did not start")
+        text = "\n".join([first, *of_all([0, 2], 12), signal(1, 11)])
+        status, out = verdict(tmp_path, {"rank0.log": text.encode(code)})
+        assert status == 1
+        assert out.startswith("rank 1 did not start")
 
 
 def test_two_ranks_in_one_line() -> None:
     """The second prefix counts for what follows it, wherever the first line was cut."""
     lines = of_all([0, 1, 2], 12)
     for cut in (8, 60, len(lines[0])):
-        ranks, sentence = told(
-            [lines[0], lines[1][:cut] + lines[2], *lines[3:], signal(3, 11), lines[1]]
-        )
+        mixed = [lines[0], lines[1][:cut] + lines[2], *lines[3:], signal(3, 11), lines[1]]
+        ranks, sentence = told(mixed)
         assert ranks == (3,)
         assert "ranks 0, 1, 2 wait" in sentence
 
@@ -513,11 +465,8 @@ def test_a_rank_that_waits_is_not_behind() -> None:
 
 def test_ranks_within_a_group_are_not_named_as_global_ranks() -> None:
     """Ranks 4 and 5 are ranks 0 and 1 of their group."""
-    first = DETAIL.format(a=0, b=1, op_a="ALLREDUCE", op_b="BROADCAST").replace(
-        "[rank0]", "[rank4]"
-    )
-    second = DETAIL.format(a=1, b=0, op_a="BROADCAST", op_b="ALLREDUCE")
-    second = second.replace("[rank1]", "[rank5]")
+    first = mismatch(0, 1, "ALLREDUCE", "BROADCAST", at=4)
+    second = mismatch(1, 0, "BROADCAST", at=5)
     ranks, sentence = told([first, second])
     assert ranks == (4, 5)
     assert "rank 5: broadcast 7 of shape [10, 3]; rank 4: all_reduce" in sentence
@@ -529,9 +478,8 @@ def test_ranks_within_a_group_are_not_named_as_global_ranks() -> None:
 
 
 def test_calls_that_differ_in_the_type_only() -> None:
-    line = DETAIL.format(a=1, b=0, op_a="ALLREDUCE", op_b="ALLREDUCE")
-    lines = [line.replace("Rank 1", f"Rank {r}").replace("[rank1]", f"[rank{r}]") for r in range(3)]
-    lines[2] = lines[2].replace("Float", "Double")
+    dtypes = ("Float", "Float", "Double")
+    lines = [mismatch(rank, 0, "ALLREDUCE", dtype=dtype) for rank, dtype in enumerate(dtypes)]
     ranks, sentence = told(lines)
     assert ranks == (2,)
     assert "rank 2: all_reduce 7 of shape [10, 3], Double; ranks 0, 1: " in sentence
