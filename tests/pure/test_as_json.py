@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +30,19 @@ def two_sides(folder: Path) -> tuple[str, ...]:
 
     BASE 5 is a copy of BASE 4, BASE 6 was disturbed, and TEST 6 was interrupted.
     """
-    for side, factor in (("a", 1.0), ("b", 1.1)):
+    failed: dict[str, Any] = {"check": "failed: out of memory", "samples_s": {}, "rounds": []}
+    for side, factor, torch in (("a", 1.0, "2.14"), ("b", 1.1, "2.15")):
         equal, changed = alike(6, 0.1, 1 + (side == "b"), 0.002), alike(6, 2e-4, 3, 0.01)
         for i in range(6):
             cases = [case("equal", [equal[i]] * 5), case("slower", [changed[i] * factor] * 5)]
-            if side == "a":
-                cases.append(case("fails", [1.0] * 5))
-            elif i < 4:
-                failed: dict[str, Any] = {
-                    "check": "failed: out of memory",
-                    "samples_s": {},
-                    "rounds": [],
-                }
-                cases.append(case("fails", **failed))
-            about: dict[str, Any] = {"started_at": start(i)}
-            if (side, i) == ("a", 4):
-                about["others"] = [[1.5, 2]]
-            if (side, i) == ("b", 5):
-                about["status"] = None
-            environment = {"torch": "2.14" if side == "a" else "2.15", "hosts": ["vm"]}
-            path = folder / side / f"{i}.jsonl"
-            write(path, *cases, environment=environment, **about)
-            if (side, i) == ("a", 3):
-                (folder / side / "5 a copy.jsonl").write_bytes(path.read_bytes())
+            if side == "a" or i < 4:
+                cases.append(case("fails", [1.0] * 5, **(failed if side == "b" else {})))
+            about: dict[str, Any] = {"environment": {"torch": torch, "hosts": ["vm"]}}
+            about |= {"started_at": start(i)}
+            about |= {"others": [[1.5, 2]]} if (side, i) == ("a", 4) else {}
+            about |= {"status": None} if (side, i) == ("b", 5) else {}
+            write(folder / side / f"{i}.jsonl", *cases, **about)
+    shutil.copy(folder / "a" / "3.jsonl", folder / "a" / "5 a copy.jsonl")
     (folder / "a" / "5.jsonl").unlink()
     return ("compare.py", str(folder / "a"), "--test", str(folder / "b"), "--margin", "3%")
 
@@ -62,33 +53,21 @@ def test_some_runs_of_both_sides_do_not_count(tmp_path: Path) -> None:
     (pair,) = content["pairs"]
     check_pair(pair, table)
     assert (pair["base"], pair["test"]) == ("BASE", "TEST")
-    assert {row["case"]: row["verdict"] for row in pair["cases"]} == {
-        "equal": "same",
-        "slower": "slower",
-        "fails": "failed",
-    }
+    verdicts = {row["case"]: row["verdict"] for row in pair["cases"]}
+    assert verdicts == {"equal": "same", "slower": "slower", "fails": "failed"}
     equal, _, fails = pair["cases"]
     whys = {Path(one["run"]).stem + one["side"][0]: one["why"] for one in equal["runs"]}
-    base = tmp_path / "a"
     assert {name: why for name, why in whys.items() if why} == {
         "4b": "other processes used more than a tenth of the cores: 1.5 of 2 cores",
-        "5 a copyb": f"a copy of {base}/3.jsonl",
+        "5 a copyb": f"a copy of {tmp_path}/a/3.jsonl",
         "5t": "interrupted",
     }
-    assert [one["why"] for one in fails["runs"] if one["side"] == "test"] == [
-        *["failed: out of memory"] * 4,
-        "not measured",
-        "interrupted",
-    ]
-    assert content["gate"] == {
-        "fail_on": ["slower", "faster"],
-        "outcome": "failed",
-        "why": "1 slower, 1 failed",
-    }
-    assert (content["status"], table.splitlines()[-1]) == (
-        1,
-        "# --fail-on slower,faster: failed (1 slower, 1 failed)",
-    )
+    of_test = [one["why"] for one in fails["runs"] if one["side"] == "test"]
+    assert of_test == ["failed: out of memory"] * 4 + ["not measured", "interrupted"]
+    outcome = {"outcome": "failed", "why": "1 slower, 1 failed"}
+    assert content["gate"] == {"fail_on": ["slower", "faster"], **outcome}
+    assert content["status"] == 1
+    assert table.endswith("\n# --fail-on slower,faster: failed (1 slower, 1 failed)\n")
     assert [one["load"] for one in pair["runs"]["base"]].count([1.5, 2]) == 1
     content, table = document(*words)  # without a gate
     assert (content["gate"], content["status"]) == (None, 0)
@@ -116,11 +95,9 @@ def test_too_few_runs_and_pairs(tmp_path: Path) -> None:
     check_pair(content["pairs"][0], table)
     (row,) = content["pairs"][0]["cases"]
     why = "other processes loaded the two runs of a pair differently: "
-    loads = "0 of 2 cores and 1 of 2 cores"
-    assert [(one["counts"], one["why"]) for one in row["runs"]] == [
-        (True, None),
-        (False, why + loads),
-    ] * 2
+    why += "0 of 2 cores and 1 of 2 cores"
+    counts = [(one["counts"], one["why"]) for one in row["runs"]]
+    assert counts == [(True, None), (False, why)] * 2
     assert all(one["time_s"] for one in row["runs"])  # too few count, so all are shown
     assert (content["status"], content["gate"]["outcome"]) == (4, "no verdict")
 
@@ -157,10 +134,8 @@ def test_a_case_has_the_runs_of_its_benchmark(tmp_path: Path) -> None:
         assert [one["run"] for one in row["runs"]] == paths
         counted = [one["time_s"] for one in row["runs"] if one["counts"]]
         assert counted == pytest.approx([seconds] * len(counted))
-    assert [one["why"] for one in pair["cases"][1]["runs"]] == [None] * 3 + [
-        "interrupted",
-        *[None] * 2,
-    ]
+    whys = [one["why"] for one in pair["cases"][1]["runs"]]
+    assert whys == [None] * 3 + ["interrupted", None, None]
 
 
 def test_nan_is_null() -> None:

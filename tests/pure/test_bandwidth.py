@@ -162,23 +162,19 @@ def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
     assert f"# not compared: all_reduce of dp, 4 of 4 calls: {what}" in lines
     assert lines[-1] == "# no collective of these traces can be compared"
     apart = remarks(*paths, "--against", against, "--gpus-per-node", "1")
-    assert apart[-1].startswith(
-        "# all_reduce of dp matters most: it takes 2.00 times (1.58 to 2.50)"
-    )
+    matters = "# all_reduce of dp matters most: it takes 2.00 times (1.58 to 2.50)"
+    assert apart[-1].startswith(matters)
 
 
 def test_a_dtype_that_was_not_measured(tmp_path: Path) -> None:
     """bfloat16 has half the bytes. Times of another dtype are used, and a line names it."""
-    halves: dict[str, Any] = {"dtype": "BFloat16"}
-    rank = [
-        *kernel(GEMM, 0, 5000),
-        *collective("allreduce", 5000, 1000, 2 * MIB, **halves),
-    ]
-    paths = save_ranks(tmp_path, rank, rank, hosts=["vm", "vm"])
+    half: dict[str, Any] = {"dtype": "BFloat16"}
+    rank = kernel(GEMM, 0, 5000) + collective("allreduce", 5000, 1000, 2 * MIB, **half)
+    words = (*save_ranks(tmp_path, rank, rank, hosts=["vm", "vm"]), "--against")
     against = scan(tmp_path / "c.jsonl", *all_reduces())
-    assert bandwidths(*paths, "--against", against)["all_reduce"][2] == "1M"
-    lines = remarks(*paths, "--against", against)
-    assert "# alone: all_reduce was measured with float32 instead of bfloat16" in lines
+    assert bandwidths(*words, against)["all_reduce"][2] == "1M"
+    line = "# alone: all_reduce was measured with float32 instead of bfloat16"
+    assert line in remarks(*words, against)
 
 
 def test_layouts() -> None:
@@ -204,12 +200,11 @@ def test_layouts() -> None:
 
 def test_times_of_a_report() -> None:
     """The faster variant counts. Failed cases do not."""
-    cases = [measured("all_reduce", 8, 3.0), measured("all_reduce", 16, 5.0, check="x")]
-    of = [
-        Case(key=one["key"], ranks=[0, 1], metrics=report.with_estimates(one["metrics"]))
-        for one in cases
-    ]
-    of[1].check = "failed: 3 wrong values"
+    of = []
+    for size, check in ((8, ""), (16, "failed: 3 wrong values")):
+        one = measured("all_reduce", size, 3.0)
+        metrics = report.with_estimates(one["metrics"])
+        of.append(Case(key=one["key"], ranks=[0, 1], metrics=metrics, check=check))
     environment = {"ranks": [{"rank": rank, "host": "vm"} for rank in (0, 1)]}
     found = collective_times(Report("collectives", environment, cases=of))
     assert found == {("all_reduce", (2,), "float32"): {8: Estimate(3.0)}}

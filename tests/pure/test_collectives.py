@@ -140,15 +140,12 @@ def test_answer() -> None:
         "half of the peak from 2M bytes on; 8 bytes take 31.0 us (30.7 to 31.3)"
     )
     assert " at 2M bytes, the largest size; " in collectives.answer(None, cases[:4])
-    assert isinstance(
-        collectives.answer(0.79, cases), Implausible
-    )  # 0.792 to 0.808 is over --limit
+    # 0.792 to 0.808 is over --limit
+    assert isinstance(collectives.answer(0.79, cases), Implausible)
     wide = [*cases[:4], measured(2**22, 99, 0.7, width=0.2)]
     assert " at 2M bytes (no significant difference from 4M); " in collectives.answer(None, wide)
-    alone = collectives.answer(None, [measured(8, 3, 0.0)])
-    assert str(alone).endswith(
-        "8 bytes take 3.00 us (2.97 to 3.03); a single rank has no bus bandwidth"
-    )
+    alone = str(collectives.answer(None, [measured(8, 3, 0.0)]))
+    assert alone.endswith("8 bytes take 3.00 us (2.97 to 3.03); a single rank has no bus bandwidth")
 
 
 def test_beside_by_hand() -> None:
@@ -190,8 +187,7 @@ def test_cases_with_beside() -> None:
         assert title.endswith("; at most 1 call per sample, one buffer; beside all_to_all")
         assert [key["beside_bytes"] for *_, key in cases] == sizes
         assert [key["beside_count"] for *_, key in cases] == [size // 12 for size in sizes]
-        assert (
-            cases[0][0] == f"all_reduce float32 sum, 24 bytes beside all_to_all, {sizes[0]} bytes"
-        )
+        name = f"all_reduce float32 sum, 24 bytes beside all_to_all, {sizes[0]} bytes"
+        assert cases[0][0] == name
     with pytest.raises(ValueError, match="reduce requires a rank of its group, 0 to 1, got 2"):
         collectives.check_root(Mock(collective=["all_reduce"], beside=("reduce", 0), root=2), 2)

@@ -29,12 +29,10 @@ def write(path: Path, text: str) -> None:
 
 def test_what_was_imported_counts_however_it_was_found(folder: Path) -> None:
     """A folder that a module adds to sys.path, a computed name, packages, and archives."""
-    write(
-        folder / "mine.py", "import sys; sys.path.insert(0, __file__[:-7] + 'lib'); import helper"
-    )
-    write(
-        folder / "lib" / "helper.py", "import importlib; importlib.import_module('com' + 'puted')"
-    )
+    adds = "import sys; sys.path.insert(0, __file__[:-7] + 'lib'); import helper"
+    write(folder / "mine.py", adds)
+    computes = "import importlib; importlib.import_module('com' + 'puted')"
+    write(folder / "lib" / "helper.py", computes)
     write(folder / "lib" / "computed.py", "import names.pace\nT = 1")
     write(folder / "names" / "pace.py", "")  # of a namespace package
     with zipfile.ZipFile(folder / "a.zip", "w") as archive:
@@ -64,10 +62,8 @@ def test_installed_modules_are_not_local(folder: Path, monkeypatch: pytest.Monke
     write(folder / "generated.py", "")
     assert import_module("theirs").__file__
     generated = ("pytest.generated", "cd2ptlhee5da.kernel")  # the latter as by torch.compile
-    for name, path in (
-        ("editable", "source/__init__.py"),
-        *((x, "generated.py") for x in generated),
-    ):
+    files = {"editable": "source/__init__.py"} | dict.fromkeys(generated, "generated.py")
+    for name, path in files.items():
         spec = spec_from_file_location(name, folder / path)
         assert spec
         assert spec.loader

@@ -49,11 +49,3 @@ def test_a_core_needs_nothing_of_the_project(path: Path) -> None:
     assert cores or path.stem not in SOURCES
     assert not re.search(r"\bkey\[", "\n".join(cores))
     assert unknown_names(pasted(source)) == []
-
-
-@pytest.mark.parametrize("name", sorted(SOURCES))
-def test_the_page_links_to_the_core(name: str) -> None:
-    """And to a complete file in examples/."""
-    page = (ROOT / "docs" / f"{name}.md").read_text()
-    assert f"](../benchmarks/{name}.py)" in page
-    assert "](../examples/" in page

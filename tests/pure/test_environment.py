@@ -186,19 +186,16 @@ def test_the_state_of_gpus_comes_from_nvidia_smi(
 def test_broken_and_missing_gpus() -> None:
     """All GPUs with errors and the number of missing ones are named. The number of GPUs is that of
     the node, of which the ranks may use fewer."""
-    gpus = [
-        {"index": str(i), environment.UNCORRECTED: count}
-        for i, count in enumerate(("0", "[N/A]", "1", "20", "0"))
-    ]
+    errors = enumerate(("0", "[N/A]", "1", "20", "0"))
+    gpus = [{"index": str(i), environment.UNCORRECTED: count} for i, count in errors]
     found = {"gpus": [gpus, gpus[:2], gpus[2:3]], "gpu_counts": [8, 7, 7]}
     assert environment.gpu_problems(found) == {
         0: "GPU 2, 3 have uncorrected memory errors",
         1: "it has 7 of 8 GPUs",
         2: "GPU 2 has uncorrected memory errors; it has 7 of 8 GPUs",
     }
-    assert environment.gpu_problems({"gpus": [[]], "gpu_counts": [0]}, 8) == {
-        0: "it has 0 of 8 GPUs"
-    }
+    none: dict[str, Any] = {"gpus": [[]], "gpu_counts": [0]}
+    assert environment.gpu_problems(none, 8) == {0: "it has 0 of 8 GPUs"}
     healthy = {"gpus": [gpus[:2]], "gpu_counts": [8]}
     assert environment.gpu_problems(healthy) == environment.gpu_problems(healthy, 8) == {}
 
@@ -258,20 +255,17 @@ def test_python_instead_of_torchrun(
     assert f"{said} configure torchrun, but python was started; start torchrun" in line
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("SKYPILOT_NUM_NODES", "3"),
-        ("SM_HOSTS", '["algo-1", "algo-2", "algo-3"]'),
-        ("CLUSTER_SPEC", '{"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}}'),
-    ],
-)
-def test_nodes_of_a_cloud(name: str, value: str, alone: pytest.MonkeyPatch, capsys: Any) -> None:
+POOLS = '{"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}}'
+CLOUDS = {"SKYPILOT_NUM_NODES": "3", "SM_HOSTS": '["a", "b", "c"]', "CLUSTER_SPEC": POOLS}
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_nodes_of_a_cloud(name: str, alone: pytest.MonkeyPatch, capsys: Any) -> None:
     """Not with one node, nor for a variable of another form, nor once torchrun joins the nodes."""
-    for other in ("1", '["algo-1"]', '{"cluster": {"workerpool0": ["a:1"]}}', "{}", "null", "x"):
+    for other in ("1", '["a"]', '{"cluster": {"workerpool0": ["a:1"]}}', "{}", "null", "x"):
         alone.setenv(name, other)
         exits.refuse_worlds_of_one()
-    line = one_world(alone, capsys, **{name: value})
+    line = one_world(alone, capsys, **{name: CLOUDS[name]})
     assert f"{name} lists 3 nodes, but each would run as a world of its own; start torchr" in line
     alone.setenv("RANK", "0")
     exits.refuse_worlds_of_one()
@@ -351,7 +345,6 @@ def test_cpu_load_can_be_copied_into_a_training_loop(tmp_path: Path) -> None:
     copy.write_text(Path(cpu_load.__file__).read_text())
     code = "import sys, cpu_load; print(cpu_load.CpuLoad().of_others().cores > 0)\n"
     code += "print('torch' in sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=500
-    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert run.stdout == "True\nFalse\n", run.stderr

@@ -38,9 +38,8 @@ def test_csv(report: str) -> None:
     rows = list(csv.DictReader(io.StringIO(export(report, "--to", "csv"))))
     assert len(rows) == 3  # two metrics of one case and one of another; the failed case has none
     names = ("case", "key.model", "metric", "value", "low", "high", "n")
-    assert [rows[1][name] for name in names] == [
-        *("no ddp", "resnet18", "step_s", "0.15", "0.1", "0.2", "2")
-    ]
+    expected = ["no ddp", "resnet18", "step_s", "0.15", "0.1", "0.2", "2"]
+    assert [rows[1][name] for name in names] == expected
 
 
 def test_github_action_benchmark(report: str) -> None:
@@ -69,19 +68,16 @@ def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:
 def test_reports_that_do_not_fit_pytorchs_format(tmp_path: Path) -> None:
     """Two bucket sizes, interleaved settings, and a case that has only the times of the slowest
     rank."""
-    two = write(tmp_path / "two.jsonl", ddp("x", 2), ddp("y", 2, 1.0))
-    assert (
-        "--to pytorch can store only one setting, got {"
-        in run("export.py", two, "--to", "pytorch").stderr
-    )
     turns = ddp("x", 2)
     turns["key"] |= {"bucket_size_mb": None, "settings": "1MB none, 25MB none"}
-    path = write(tmp_path / "turns.jsonl", turns)
-    told = "can store only one setting, got 1MB none, 25MB none of --interleave"
-    assert told in run("export.py", path, "--to", "pytorch").stderr
-    bounded = ddp("x", 2) | {"bounded": True, "samples_s": {"step": [[1.1, 1.2]]}}
-    large = write(tmp_path / "large.jsonl", bounded)
-    assert "requires the times of each rank" in run("export.py", large, "--to", "pytorch").stderr
+    slowest = {"bounded": True, "samples_s": {"step": [[1.1, 1.2]]}}
+    for cases, told in (
+        ([ddp("x", 2), ddp("y", 2, 1.0)], "--to pytorch can store only one setting, got {"),
+        ([turns], "can store only one setting, got 1MB none, 25MB none of --interleave"),
+        ([ddp("x", 2) | slowest], "requires the times of each rank"),
+    ):
+        path = write(tmp_path / "x.jsonl", *cases)
+        assert told in run("export.py", path, "--to", "pytorch").stderr
 
 
 @pytest.mark.parametrize(
@@ -117,11 +113,8 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
     """A spreadsheet would execute it. Numbers are not changed, not even negative ones in
     strings."""
     key = {"=1+1": "@SUM(1)", "size": "-2+3", "root": "-1", "shift": -4}
-    about: dict[str, Any] = {
-        "key": key,
-        "table": "=HYPERLINK(1)",
-        "metrics": {"late_s": estimate(-0.5, -1, 0.25)},
-    }
+    about: dict[str, Any] = {"key": key, "table": "=HYPERLINK(1)"}
+    about["metrics"] = {"late_s": estimate(-0.5, -1, 0.25)}
     path = write(tmp_path / "a.jsonl", case("+1+1", **about), hosts=["=cmd"])
     header, row = list(csv.reader(io.StringIO(export(path, "--to", "csv", "--metric", "late_s"))))
     cells = dict(zip(header, row, strict=True))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from common.stats import Estimate
 from harness import cli
@@ -70,9 +71,8 @@ def messages(path: Path) -> list[str]:
     """The texts with blanks of a file without its docstrings, f-strings with `{}` for values."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(
-            node
-        ):
+        kinds = ast.FunctionDef | ast.ClassDef | ast.Module
+        if isinstance(node, kinds) and ast.get_docstring(node):
             node.body = node.body[1:]
     texts: list[str] = []
 
@@ -108,6 +108,18 @@ def test_a_script_accepts_the_flags_in_its_messages(script: str) -> None:
             if wrong := refused(text, flags, LONG):
                 found[file.name, text] = wrong
     assert found == {}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_flags_of_a_script(script: str) -> None:
+    """No flag is an ambiguous prefix of torchrun's: before Python 3.12 argparse reads flags behind
+    the script as abbreviations of its own. Every suggested replacement of a flag exists."""
+    actions = get_args_parser()._actions
+    theirs = {name.replace("_", "-") for action in actions for name in action.option_strings}
+    for flag in flags_of(script) - theirs:
+        assert len([name for name in theirs if name.startswith(flag)]) < 2 or len(flag) == 2, flag
+    gone = cli.LAUNCHER_FLAGS | getattr(importlib.import_module(f"benchmarks.{script}"), "GONE", {})
+    assert set(LONG.findall(" ".join(gone.values()))) - theirs <= flags_of(script)
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "traffic"])

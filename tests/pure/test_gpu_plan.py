@@ -88,12 +88,10 @@ def test_the_plan_judges_tasks_and_enforces_time_limits(tmp_path: Path) -> None:
     variables = {"DEVICE": "cpu", "PYTHON": str(python), "ONLY": names, "SECONDS_PER_TASK": "1"}
     status, out = run_plan(folder, **variables)
     assert verdicts_of(folder) == {
-        **{"pp_bubble": "ok 0", "input_wait": "ok 0", "who_is_slow": "ok 0"},
+        **dict.fromkeys(("pp_bubble", "input_wait", "who_is_slow"), "ok 0"),
         **{"tp_exposed": "WRONG 1", "two_fail": "ok 1"},
-        **{
-            "stops": "WRONG 1",
-            "plain": "WRONG 124",
-        },  # the log lacks the reason; time limit exceeded
+        # the log lacks the reason; time limit exceeded
+        **{"stops": "WRONG 1", "plain": "WRONG 124"},
     }
     assert "ValueError: 3 is not even" in out
     assert "4 of 7 tasks are ok" in out

@@ -65,15 +65,6 @@ def test_no_cycles() -> None:
     assert [module for module in USES if module in reach(module, set())] == []
 
 
-def test_a_shared_module_has_at_least_two_users() -> None:
-    for module in USES:
-        alone_in_core = ("harness.benchmark", "common.join", "harness.observe.")
-        shared = module.startswith(("common.", "benchmarks.workloads."))
-        if shared and not module.startswith(alone_in_core):
-            users = [user for user, used in USES.items() if module in used]
-            assert len(users) > 1 or module.endswith("__init__"), module
-
-
 def test_modules_that_analysis_imports_run_without_torch() -> None:
     code = f"import sys, {', '.join(SHARED)}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -31,17 +31,14 @@ class Counted(Images):
         return torch.zeros(3, 16, 16, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("seen", "problem"),
-    [
+def test_incomplete_and_repeated_samples() -> None:
+    for seen, problem in (
         ([1, 2, 1], None),  # 3 samples on 2 ranks: one is padding
         ([1, 0, 1, 0], None),  # half an epoch
         ([2, 0, 2, 0], "2 of 4 samples are missing from an epoch"),
         ([2, 0, 0, 0], "1 samples are repeated in an epoch; padding accounts for 0"),
-    ],
-)
-def test_incomplete_and_repeated_samples(seen: list[int], problem: str | None) -> None:
-    assert epoch_problem(torch.tensor(seen), 2) == problem
+    ):
+        assert epoch_problem(torch.tensor(seen), 2) == problem
 
 
 def test_paused_workers_are_idle_and_nothing_is_prefetched() -> None:
@@ -80,25 +77,17 @@ def test_metrics_by_hand() -> None:
     assert m["workers_needed"].value == pytest.approx(3.2)
 
 
-@pytest.mark.parametrize(
-    ("case", "sentence"),
-    [
-        (
-            case_of(0.0201, 0.0125),
-            "input-bound: the loader delivers 800 samples/s (800 to 800) and training consumes "
-            "1,280 samples/s (1,280 to 1,280); training would keep 3.2 (3.2 to 3.2) workers per "
-            "rank busy, with one core each; this node has 8 cores for 2 ranks",
-        ),
-        (
-            case_of(0.2, 0.1),
-            "the workers slow the training down: a step waits 100 ms (100 to 100), although the "
-            "loader delivers 800 samples/s (800 to 800) and training consumes 160 samples/s (160 "
-            "to 160); the workers and 2 ranks share this node's 8 cores",
-        ),
-    ],
-)
-def test_the_sentences(case: Case, sentence: str) -> None:
-    assert input_sweep.sentence_of(case, 2, 8) == sentence
+def test_the_sentences() -> None:
+    assert input_sweep.sentence_of(case_of(0.0201, 0.0125), 2, 8) == (
+        "input-bound: the loader delivers 800 samples/s (800 to 800) and training consumes "
+        "1,280 samples/s (1,280 to 1,280); training would keep 3.2 (3.2 to 3.2) workers per "
+        "rank busy, with one core each; this node has 8 cores for 2 ranks"
+    )
+    assert input_sweep.sentence_of(case_of(0.2, 0.1), 2, 8) == (
+        "the workers slow the training down: a step waits 100 ms (100 to 100), although the "
+        "loader delivers 800 samples/s (800 to 800) and training consumes 160 samples/s (160 "
+        "to 160); the workers and 2 ranks share this node's 8 cores"
+    )
 
 
 def test_the_answer_is_about_the_fastest_case_of_each_cache() -> None:
