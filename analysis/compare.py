@@ -262,7 +262,12 @@ def estimator(comparison: Comparison) -> str:
     kinds = join_distinct(kind for case in comparison.cases for kind in case.times_are)
     of_a_run = kinds.replace(", ", " or ") or "none"
     units = "sessions" if comparison.unit == "session" else "runs"
-    return f"BASE and TEST: geometric means over {units}; time of a run: {of_a_run}"
+    line = f"BASE and TEST: geometric means over {units}; time of a run: {of_a_run}"
+    if all(case.benchmark == step_logs.BENCHMARK for case in comparison.cases):
+        are_rates = any(case.measure.startswith("1 /") for case in comparison.cases)
+        read_as = "rates (the higher, the faster)" if are_rates else "times (the lower, the faster)"
+        line += f"; the numbers count as {read_as}"
+    return line
 
 
 def cells(result: Result) -> list[str]:

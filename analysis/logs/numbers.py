@@ -8,7 +8,7 @@ either.
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from analysis.show import clean
@@ -31,9 +31,10 @@ REST = re.compile(
     rf"\d+|\.\d+|[eE][+-]?\d+|,\d+|[{SEPARATORS[1:]}]\d{{3}}(?!\d)|:[0-5]\d(?!\d)|"
     r"[dhm] ?\d+|%"  # 1m02s, 95%
 )
-# 1m 02s, 5-6, 5.1 +- 0.2: the second number is no time
-SECOND = re.compile(r"(?:\d[dhm] ?|\d[-\u2013]|\d ?(?:\u00b1|\+/?-) ?)$")
-MINUTES = re.compile(r"(?:[mh]| ?(?:mins?|minutes?|hrs?|hours?))(?![\w/])")
+LONG = "d|h|m|days?|hrs?|hours?|mins?|minutes?"  # units of time above a second
+# 1m 02s, 1 min 2 s, 5-6, 5.1 +- 0.2: the second number is no time
+SECOND = re.compile(rf"(?:\d ?(?:{LONG})[., ]{{0,2}}(?:and )?|\d[-\u2013]|\d ?(?:\u00b1|\+/?-) ?)$")
+MINUTES = re.compile(r"[mh](?![\w/])")
 CLOCK = re.compile(r"\d+:[0-5]?\d:$")  # hours and minutes before seconds
 BEGINNING = re.compile(rf"(?:\d[\d.,]*[.,]|\d+|\d[{SEPARATORS[1:]}]|\d:)$")
 NUMBER_BEFORE = re.compile(r"(?<![\w.,:/-])(\d+) $")
@@ -41,6 +42,7 @@ NUMBER_AFTER = re.compile(r" (\d+)(?![\w:/-])")
 THREE_DIGITS = re.compile(r"\d{3}(?!\d)")
 # a decimal number that is not part of a version, a date or a list
 WITH_POINT = re.compile(r"(?<![\w.,:/-])\d+\.\d+(?![\w:/-]|[.,]\d)")
+NO_THOUSANDS = re.compile(r"0\.\d+|\d+\.(?!\d{3}$)\d+|\d{4,}\.\d+")
 
 
 class Unit(NamedTuple):
@@ -53,6 +55,7 @@ class Unit(NamedTuple):
 
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+LENGTHS = {**SECONDS, "min": 60.0, "h": 3600.0, "day": 86400.0}
 RATE = "1/s"
 UNITS = {name: Unit(name, False, seconds) for name, seconds in SECONDS.items()}
 UNITS |= {RATE: Unit(RATE, True, 1.0), "rate": Unit(RATE, True, 1.0)}
@@ -60,6 +63,8 @@ SPELLINGS = {
     **{"µs": "us", "μs": "us", "usec": "us", "msec": "ms", "msecs": "ms", "sec": "s", "secs": "s"},
     **{"nanoseconds": "ns", "microseconds": "us", "milliseconds": "ms"},
     **{"second": "s", "seconds": "s", "millisecond": "ms"},
+    **{"mins": "min", "minute": "min", "minutes": "min", "days": "day"},
+    **{"hr": "h", "hrs": "h", "hour": "h", "hours": "h"},
 }
 PREFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 COUNTED = re.compile(
@@ -69,7 +74,18 @@ COUNTED = re.compile(
 STEP_WORDS = re.compile(
     r"|it|iters?|iterations?|steps?|batch(es)?|updates?"
 )  # what a step is called
-WORD = re.compile(r"([A-Za-zµμ]+(?:/[A-Za-z]+)*)(?!\w)")
+# A unit directly after a number, maybe as its inverse, and not a part of another one: `kg s`, `s*m`
+WORD = re.compile(
+    r"([A-Za-zµμ]+(?:/[A-Za-z]+)*)(?!\w)(\^?[({]?-1[)}]?(?!\d)|\u207b\u00b9)?"
+    r"(?![\^*\u00b7\u22c5\u207b]|-\w)"
+)
+PER = re.compile(r" ?/ ?(?=[A-Za-z])| per (?=[A-Za-z])")
+# Words of the name of a time. A name without them that ends in `s` may be that of a rate: tok_s
+OF_TIME = re.compile(
+    r"(?i)times?|timing|timer|took|takes|elapsed|dur(?:ation)?|latency|dt|wall|delay"
+)
+OF_STEP = re.compile(r"(?i)step|iter|iteration|epoch|batch")  # if it is the last word
+NAME = re.compile(r"[\w /()\[\]-]*$")
 # A unit directly before a group: `(ms): `, `_s=`, `in s `, `it/s: `
 BEFORE = re.compile(
     r"(?:(per[ _])|(?<![A-Za-z/.]))([A-Za-zµμ]+(?:/[A-Za-z]+)*)[)\]]?[\"']?\s?[:=]?\s?[\"'(\[]?$"
@@ -78,23 +94,42 @@ SKIPPED = re.compile(r"\\s[*+?]?|\s[*+?]?")  # white space in a pattern
 CLASS = re.compile(r"\[([:=]+)\]")
 
 
+def counted_by(unit: Unit) -> str:
+    """What a rate counts: `step`, `token`; "" if its unit does not say so."""
+    of = {"tok": "token", "img": "image", "seq": "sequence"}.get(unit.of.rstrip("s"), unit.of)
+    return "step" if of and STEP_WORDS.fullmatch(of) else of.rstrip("s")
+
+
 def unit_named(word: str) -> Unit | None:
-    """The unit that a word states: `ms`, `s/it`, `kit/s`, `TFLOP/s`; None if it is none."""
-    head, _, per = word.partition("/")
-    name = SPELLINGS.get(head, head)
-    if name in SECONDS and not (per and per in SECONDS):
-        return Unit(name, False, SECONDS[name], per)
-    if SPELLINGS.get(per.partition("/")[0], per.partition("/")[0]) == "s" and head:
+    """The unit that a word states: `ms`, `s/it`, `kit/s`, `TFLOP/s`, `it/min`; None if it is
+    none."""
+    head, _, rest = word.partition("/")
+    name, per = SPELLINGS.get(head, head), rest.partition("/")[0]
+    per = SPELLINGS.get(per, per)
+    if name in LENGTHS and per not in LENGTHS:
+        return Unit(name, False, LENGTHS[name], rest)
+    if head.endswith("Hz") and head[:-2] in ("", *PREFIXES):
+        return Unit(RATE, True, PREFIXES.get(head[:-2], 1.0))
+    if per in LENGTHS and head:
         counted = COUNTED.fullmatch(head)
         prefix, of = (counted[1], counted[2]) if counted else ("", head)
-        return Unit(RATE, True, PREFIXES.get(prefix, 1.0), of)
+        return Unit(RATE, True, PREFIXES.get(prefix, 1.0) / LENGTHS[per], of)
     return None
+
+
+def unit_at(text: str) -> Unit | None:
+    """The unit with which a text begins; None if it begins with another word."""
+    match = WORD.match(text)
+    unit = unit_named(match[1]) if match else None
+    if match and match[2]:  # s^-1
+        return None if not unit or unit.is_rate else Unit(RATE, True, 1 / unit.factor)
+    return unit
 
 
 def unit_after(line: str, end: int) -> Unit | None:
     """The unit that a line states directly after a number, and not before another one."""
     match = re.match(r" ?\[?", line[end : end + WINDOW])
-    rest = line[end + (match.end() if match else 0) : end + WINDOW]
+    rest = PER.sub("/", line[end + (match.end() if match else 0) : end + WINDOW])
     if prefix := re.match(r"([kKMG])(?![\w/])", rest):
         return Unit(RATE, True, PREFIXES[prefix[1]])
     if MINUTES.match(line[end : end + WINDOW]):
@@ -102,7 +137,7 @@ def unit_after(line: str, end: int) -> Unit | None:
     word = WORD.match(rest)
     if not word or re.match(r"\s?[:=(]", rest[word.end() :]):
         return None
-    return unit_named(word[1])
+    return unit_at(rest)
 
 
 def unit_in_pattern(before: str, after: str) -> Unit | None:
@@ -111,21 +146,36 @@ def unit_in_pattern(before: str, after: str) -> Unit | None:
     before, after: the text of the pattern before and after the group.
     """
     found = set()
-    plain = re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", after))
-    word = WORD.match(plain.removeprefix(" ").removeprefix("["))
-    if word:
-        follows = plain.removeprefix(" ").removeprefix("[")[word.end() : word.end() + 1]
+    plain = PER.sub("/", re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", after)))
+    plain = plain.removeprefix(" ").removeprefix("[")
+    if word := WORD.match(plain):
+        follows = plain[word.end() : word.end() + 1]
         if follows not in ("?", "*", "{", "[", ".", "(", "\\"):
-            found.add(unit_named(word[1]))
+            found.add(unit_at(plain))
     plain = CLASS.sub(lambda match: match[1][0], re.sub(r"[\"']\?$", "", before))
-    plain = re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", plain))
-    if stated := BEFORE.search(plain[-WINDOW:]):
+    plain = re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", plain))[-WINDOW:]
+    if stated := BEFORE.search(plain):
         named = unit_named(stated[2])
         if named and stated[1] and not named.is_rate:  # per second
-            named = UNITS[RATE]
+            named = Unit(RATE, True, 1 / named.factor)
+        elif named and not named.is_rate and not is_time_named(plain[: stated.start()], named):
+            named = None
         found.add(named)
     found.discard(None)
     return found.pop() if len(found) == 1 else None
+
+
+def is_time_named(text: str, unit: Unit) -> bool:
+    """Whether the number after a unit of time is a time: `step_time_s`, not `toks_per_gpu_s`.
+    text: before the unit."""
+    name = NAME.search(text)
+    words = re.findall(r"[A-Za-z]+", name[0] if name else "")
+    of_time = [i for i, word in enumerate(words) if OF_TIME.fullmatch(word)]
+    of_time += [len(words) - 1] if words and OF_STEP.fullmatch(words[-1]) else []
+    per = [i for i, word in enumerate(words) if word.lower() == "per"]
+    if per:
+        return bool(of_time) and of_time[0] < per[0]
+    return bool(of_time) or unit.factor < 1
 
 
 def groups_in(pattern: str) -> list[tuple[str, str, str]]:
@@ -173,12 +223,14 @@ def ungrouped(mantissa: str) -> str:
     return mantissa.replace(match[1], "") if match else mantissa
 
 
-def decimal_mark(forms: Iterable[str], lines: Iterable[str]) -> str:
-    """The decimal mark of a log; "" if its numbers do not show which it is.
+def decimal_mark(texts: Sequence[str], lines: Iterable[str]) -> str:
+    """The decimal mark of a log; "" if its numbers do not show which it is: 1,234, or 1.013 beside
+    998, which may be 1013.
 
-    forms: those of its numbers. lines: the lines that contain them, whose other numbers decide if
-    no number does. Raises ValueError if the numbers contradict each other.
+    texts: its numbers. lines: the lines that contain them, whose other numbers decide if no number
+    does. Raises ValueError if the numbers contradict each other.
     """
+    forms = [form_of(text) for text in texts]
     seen = set(forms)
     shown = {MARKS[form] for form in seen if form in MARKS}
     if len(shown) > 1:
@@ -186,6 +238,12 @@ def decimal_mark(forms: Iterable[str], lines: Iterable[str]) -> str:
     if shown:
         return shown.pop()
     if "comma" not in seen:
+        whole = [text for text, form in zip(texts, forms, strict=True) if form == "whole"]
+        may_be_thousands = "point" in seen and whole and max(map(len, whole)) < 4
+        if may_be_thousands and not any(
+            NO_THOUSANDS.fullmatch(one) for line in lines for one in WITH_POINT.findall(line)
+        ):
+            return ""
         return "."
     if "point" not in seen and any(WITH_POINT.search(line) for line in lines):
         return "."
@@ -244,7 +302,7 @@ def rest_of(line: str, start: int, end: int, before: str, after: str) -> str:
         char, in_threes = left[0][-1], bool(THREE_DIGITS.match(taken))
         if char == ",":  # 1.5,2.5: two numbers
             is_part = in_threes or "." not in left[0] + taken
-        elif char == ":":
+        elif char == ":" or (char in "'\u2019" and not in_threes):  # 1'02: minutes
             is_part = bool(re.match(r"[0-5]\d(?!\d)", taken))
         else:
             is_part = in_threes or char not in SEPARATORS

@@ -24,6 +24,7 @@ from analysis.logs.numbers import (
     WINDOW,
     Neighbor,
     Unit,
+    counted_by,
     decimal_mark,
     form_of,
     groups_in,
@@ -154,6 +155,7 @@ class Found(NamedTuple):
     leading: int = 0  # slow steps at the beginning of attempts, which were left out
     mark: str = "."  # the decimal mark
     span: tuple[str, str] | None = None  # the times of day of the first and of the last match
+    counted: frozenset[str] = frozenset()  # what rates count, such as steps
 
 
 class NoMatchError(ValueError):
@@ -400,6 +402,7 @@ def times_of(content: bytes, steps: Steps, path: str, mark: str = "") -> Found:
     refuse_columns(matches, steps)
     mark = mark_of(matches, texts, steps, path, mark)
     times_s: list[float] = []
+    counted = set[str]()
     numbers: dict[tuple[bool, float], list[float]] = defaultdict(list)  # by unit
     last_digits: dict[tuple[bool, float], list[float]] = defaultdict(list)
     for match, text in zip(matches, texts, strict=True):
@@ -408,6 +411,7 @@ def times_of(content: bytes, steps: Steps, path: str, mark: str = "") -> Found:
             what = f"{match.where}: expected a number above 0, got {shown(text)}"
             raise ValueError(f"{what}; {EXAMPLE}")
         unit = unit_of_match(match, steps)
+        counted.add(counted_by(unit) if unit.is_rate else "")
         times_s.append(1 / (value * unit.factor) if unit.is_rate else value * unit.factor)
         numbers[unit.is_rate, unit.factor].append(value)
         last_digits[unit.is_rate, unit.factor].append(last_digit)
@@ -416,7 +420,8 @@ def times_of(content: bytes, steps: Steps, path: str, mark: str = "") -> Found:
     shares = [min(last_digits[unit]) / float(np.median(numbers[unit])) for unit in numbers]
     slow = set(slow_start(times_s, starts))
     steady = [time_s for i, time_s in enumerate(times_s) if i not in slow]
-    return Found(steady, max(shares), len(slow), mark, span_of(matches))
+    of = frozenset(counted - {""})
+    return Found(steady, max(shares), len(slow), mark, span_of(matches), of)
 
 
 def span_of(matches: Sequence[Match]) -> tuple[str, str] | None:
@@ -472,8 +477,10 @@ def mark_of(
     matches: Sequence[Match], texts: Sequence[str], steps: Steps, path: str, default: str
 ) -> str:
     """The decimal mark of a log."""
+    if steps.is_field and not any("," in text for text in texts):
+        return "."  # JSON
     try:
-        mark = decimal_mark(map(form_of, texts), (match.line for match in matches))
+        mark = decimal_mark(texts, (match.line for match in matches))
     except ValueError as error:
         what = f"{path}: expected numbers of one form, got {error}"
         commas = [text for text in texts if "," in text]
@@ -482,16 +489,19 @@ def mark_of(
         raise ValueError(f"{what}, {both}; e.g. one log per program") from None
     if mark:
         return mark
+    sign, other = (",", ".") if any("," in text for text in texts) else (".", ",")
+    literal = sign if sign == "," else r"\."  # in a pattern
     inside = {around(match, steps)[1] for match in matches}
-    if all(r",\d{3}" in text for text in inside):
-        return "."
-    if all(re.search(r",\\d(?!\{)", text) for text in inside):
-        return ","
+    if all(rf"{literal}\d{{3}}" in text for text in inside):
+        return other
+    if all(re.search(rf"{re.escape(literal)}\\d(?!\{{)", text) for text in inside):
+        return sign
     if default:
         return default
-    text = next(text for text in texts if form_of(text) == "comma")
-    what = f"{path}: {shown(text)} may be {text.replace(',', '')} or {text.replace(',', '.')}"
-    hint = r"(\d+,\d+) for a decimal comma, (\d+(?:,\d{3})*) for a separator of thousands"
+    text = next(text for text in texts if form_of(text) == ("comma" if sign == "," else "point"))
+    readings = f"{text.replace(sign, '')} or {text.replace(',', '.')}"
+    what = f"{path}: {shown(text)} may be {readings}"
+    hint = rf"(\d+{literal}\d+) for a decimal mark, (\d+(?:{literal}\d{{3}})*) for thousands"
     raise UndecidedError(f"{what}, and no number of the log shows which; e.g. {hint}")
 
 
@@ -504,7 +514,7 @@ def unit_of_match(match: Match, steps: Steps) -> Unit:
     if not stated:
         return unit
     if stated.is_rate and unit.is_rate:
-        return stated if stated.factor != 1 else unit
+        return stated if stated.of or stated.factor != 1 else unit
     if (stated.is_rate, stated.factor) != (unit.is_rate, unit.factor):
         got = clean(match.line[match.start : match.end + 8].strip())
         what = f"{match.where}: expected numbers in {unit.name}, got {shown(got)}"
@@ -589,7 +599,7 @@ def run_of(path: str, content: bytes, found: Found, steps: Steps) -> Run:
     run = Run(BENCHMARK, {}, path, argv=[], started_at="", status="complete", label=path)
     run.digest = hashlib.sha256(content).hexdigest()
     run.loads = loads_from_file(path)
-    run.span = found.span
+    run.span, run.counted = found.span, found.counted
     index(run, [timed(case_of(found, steps), None)], "")
     return run
 

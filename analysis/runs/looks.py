@@ -31,7 +31,7 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     """`verdicts.compare`, with two looks at logs whose steps stall."""
     if not all(is_log(run) for run in [*base, *test]):
         return compare_once(base, test, design)
-    lines = [*remarks_of(base, "BASE"), *remarks_of(test, "TEST")]
+    lines = [*remarks_of(base, "BASE"), *remarks_of(test, "TEST"), *count_lines(base, test)]
     if not design.paired:
         base, test, of_jobs = one_run_per_job(base, test)
         lines += of_jobs
@@ -119,6 +119,15 @@ def remarks_of(runs: Sequence[Run], side: str) -> list[str]:
     elif middle > LONG_S:
         lines.append(f"a step takes {show_time(middle)} in {side}; is its unit right?")
     return lines
+
+
+def count_lines(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
+    """A line if the rates in the logs of the sides count different things."""
+    counted = [sorted({one for run in runs for one in run.counted}) for runs in (base, test)]
+    if not all(counted) or counted[0] == counted[1]:
+        return []
+    ours, theirs = (f"{cut(names, 3)}/s" for names in counted)
+    return [f"the rates are {ours} in BASE and {theirs} in TEST: do they count the same?"]
 
 
 def stall_lines(base: Sequence[Run], test: Sequence[Run]) -> list[str]:

@@ -126,6 +126,18 @@ def flags(*words: str) -> argparse.Namespace:
         (r"(?P<rate>\d+)it", (True, 1.0, "1 / rate")),
         (r"'train_steps_per_second': '?([\d.]+)", (True, 1.0, "1 / rate")),
         (r"iteration \(ms\):.*TFLOP/s/GPU\): ([\d.]+)", (True, 1.0, "1 / rate")),
+        (r"([\d.]+) s\^-1", (True, 1.0, "1 / rate")),
+        (r"([\d.]+) tokens per second", (True, 1.0, "1 / rate")),
+        (r"([\d.]+) it/min", (True, 1 / 60, "1 / rate")),
+        ("epoch_step_s", (False, 1.0, "step")),
+        ("time_per_token_s", (False, 1.0, "step")),
+        # names that may be those of rates
+        ("toks_per_gpu_s", None),
+        (r"tokens per GPU-second: ([\d.]+)", None),
+        ("tok_s", None),
+        (r"speed \(s\): ([\d.]+)", None),
+        (r"tokens / s: ([\d.]+)", None),
+        (r"steps_s=([\d.]+)", None),
         # elsewhere, two at once, or none
         (r"iteration \(ms\): .* rate: ([\d.]+)", None),
         (r"time in ms .* ([\d.]+)", None),
@@ -173,6 +185,9 @@ def test_a_unit_that_contradicts_the_pattern(words: str, unit: str, message: str
         ("took 5 ms\ntook 1.2 s\n", r"took ([\d.]+)", "ms", "line 2: expected numbers in ms"),
         ("took 5 min\n", r"took ([\d.]+)", "s", "line 1: expected numbers in s, got '5 min'"),
         ("took 0.02s\n", r"took ([\d.]+)", "1/s", "line 1: expected numbers in 1/s, got '0.02s'"),
+        ("it 1: 2.0it/s\nit 2: 30 it/min\n", r": ([\d.]+)", "1/s", [0.5, 2.0]),
+        ("at 2 steps per second\n", r"at ([\d.]+)", "s", "expected numbers in s, got '2 steps p"),
+        ("at 4 Hz\n", r"at ([\d.]+)", "s", "expected numbers in s, got '4 Hz'"),
         # the name of the next field is not a unit
         ("took 5 s: 7\n", r"took ([\d.]+)", "ms", [0.005]),
     ],
@@ -202,7 +217,12 @@ def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[flo
         (["1'013'250.5"], r"took ([\d.']+)", [1013250.5]),
         (["1_013.5"], r"took ([\d._]+)", [1013.5]),
         (["1,234,567.25"], r"took ([\d.,]+)", [1234567.25]),
+        (["998", "1.013", "1.5"], r"took ([\d,.]+)", [998, 1.013, 1.5]),
+        (["1002", "1.013"], r"took ([\d,.]+)", [1002, 1.013]),
+        (["998", "1.013"], r"took (\d+(?:\.\d{3})*)", [998, 1013]),
+        (["998", "1.013"], r"took (\d+(?:\.\d+)?)", [998, 1.013]),
         # which of the two it is cannot be told
+        (["998", "1.013"], r"took ([\d,.]+)", "'1.013' may be 1013 or 1.013"),
         (["1,003", "1,004"], r"took ([\d,.]+)", "'1,003' may be 1003 or 1.003"),
         (["1.013", "1,004"], r"took ([\d,.]+)", "'1,004' may be 1004 or 1.004"),
         (["0.998", "0,998"], r"took ([\d,.]+)", "both decimal points and decimal commas"),
@@ -219,6 +239,8 @@ def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[flo
         (["0:16:53.5"], r"took .*:([\d.]+) s", "the whole number '0:16:53.5', got '53.5'"),
         (["1m02"], r"took ([\d.]+)", "the whole number '1m02', got '1'"),
         (["1m 02"], r"([\d.]+) s", "the whole number '1m 02', got '02'"),
+        (["1 min, 2.5"], r"([\d.]+) s", "the whole number '1 min, 2.5', got '2.5'"),
+        (["1'02.5"], r"([\d.]+) s", "the whole number '1'02.5', got '02.5'"),
         (["5.1\u00b10.2"], r"([\d.]+) s", "the whole number .*, got '0.2'"),
         (["5.1 +- 0.2"], r"([\d.]+) s", "the whole number .*, got '0.2'"),
         (["5.1 +- 0.2"], r"took ([\d.]+) ", [5.1]),
@@ -242,6 +264,7 @@ def test_decimal_marks_and_separators_of_thousands(
 
 
 def test_other_numbers_of_the_lines_show_the_decimal_mark() -> None:
+    assert seconds("lr 0.1 took 998 s\nlr 0.1 took 1.013 s", r"took (.*) s") == [998, 1.013]
     text = "loss: 12.2541 tps: 6,123\nloss: 7.1024 tps: 6,250\n"
     assert seconds(text, r"tps: ([\d,]+)", "1/s") == pytest.approx([1 / 6123, 1 / 6250])
     with pytest.raises(ValueError, match=r"'6,123' may be 6123 or 6\.123"):
@@ -363,6 +386,16 @@ def test_another_unit_is_no_change_of_speed(
     ]
 
 
+def test_rates_of_different_things(tmp_path: Path) -> None:
+    """8 samples per step: 2.5 steps/s are 20 samples/s."""
+    old = write_log(tmp_path / "old.log", [2.5] * 3, "step {} at {} it/s")
+    for words, line in (("{} at {} samples/s", True), ("{} at {} steps/s", False)):
+        new = write_log(tmp_path / "new.log", [20] * 3, words)
+        done = run("compare.py", old, "--test", new, "--step", "at (.*) ", "--unit", "1/s")
+        text = "the rates are step/s in BASE and sample/s in TEST: do they count the same?"
+        assert (text in done.stdout) == line, done.stdout
+
+
 def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     """Three logs a side have medians of 100, 101, 102 and 120, 121.2, 122.4 ms after two slow
     steps: a ratio of 1.2. The logarithms of a side have a variance of 9.8e-5. t(4) = 2.776 times
@@ -376,7 +409,8 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     done = run(*words)
     assert done.returncode == 1, done.stderr
     assert "# torchrun-bench compare log (step): 3 of BASE, 3 of TEST; margin 2%" in done.stdout
-    assert "time of a run: median of 3 matches of --step\n" in done.stdout
+    count_as = "the numbers count as times (the lower, the faster)"
+    assert f"time of a run: median of 3 matches of --step; {count_as}\n" in done.stdout
     row = r"^step +101.0 ms +121.2 ms +1.20x slower +1.17\d to 1.22\d +slower \[load not .*\]$"
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert "--fail-on slower: failed (1 slower [load not recorded])" in done.stdout
@@ -385,6 +419,7 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
         path.write_text(path.read_text().replace(" ms", " it/s"))
     rates = run(*words[:4], "--step", r"took ([\d.]+)", "--skip", "2", "--unit", "1/s")
     assert "compare log (1 / rate)" in rates.stdout
+    assert "the numbers count as rates (the higher, the faster)\n" in rates.stdout
     assert re.search(r"^1 / rate .* 1.20x faster", rates.stdout, re.MULTILINE), rates.stdout
     for path in tmp_path.rglob("*.log"):
         path.write_text(path.read_text().replace(" it/s", " ms"))
