@@ -147,10 +147,8 @@ def test_a_folder_with_foreign_files_is_refused(out: Path) -> None:
     notes.write_text("my notes")
     done = run("ab.py", *flags_of(out, "0.1 x", "0.1 x"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert (
-        "a contains 01.jsonl, but ab.py has no plan for this folder; choose another --out"
-        in done.stderr
-    )
+    told = "a contains 01.jsonl, but ab.py has no plan for this folder; choose another --out"
+    assert told in done.stderr
     assert notes.read_text() == "my notes"
     assert [path.name for path in sorted(out.rglob("*"))] == ["a", "01.jsonl"]  # nothing is added
 
@@ -184,8 +182,7 @@ def test_a_command_that_fails_ends_the_round(out: Path, mode: str, message: str)
 
 
 @pytest.mark.parametrize(
-    ("number", "more"),
-    [*((number, ["--interleave"]) for number in SIGNALS), (signal.SIGINT, [])],
+    ("number", "more"), [*((number, ["--interleave"]) for number in SIGNALS), (signal.SIGINT, [])]
 )
 def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
     out: Path, number: signal.Signals, more: list[str]

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from analysis.traces.calls import lateness_by_rank, sentence
 from tests.pure.traces import (
     GEMM,
@@ -74,9 +72,9 @@ def test_lateness_is_relative_to_the_median_of_the_others() -> None:
     assert lateness_by_rank({0: 1, 1: 2, 2: 4, 3: 6, 4: 8}) == {0: 3, 1: 2, 2: 0, 3: 0, 4: 0}
 
 
-@pytest.mark.parametrize(
-    ("of_ranks", "words"),
-    [
+def test_which_rank_is_named() -> None:
+    """Steps of 100 ms. of_ranks: how many milliseconds the others wait for each rank."""
+    for of_ranks, words in (
         # 5% of the step is not more than 5%
         ([(5, 5, 5), (0, 0, 0)], "no rank makes the other ranks wait for more than 5% of a step"),
         ([(6, 6, 6), (0, 0, 0)], "rank 0 makes the other ranks wait 6 ms of a 100 ms step (6.0%)"),
@@ -97,15 +95,12 @@ def test_lateness_is_relative_to_the_median_of_the_others() -> None:
             [(30, 30), (0, 0), (29, 29), (0, 0)],
             "the other ranks wait for 2 ranks: 30 ms of a 100 ms step (30.0%) for rank 0, 29 ms of",
         ),
-    ],
-)
-def test_which_rank_is_named(of_ranks: list[tuple[float, ...]], words: str) -> None:
-    """Steps of 100 ms. of_ranks: how many milliseconds the others wait for each rank."""
-    late = {rank: dict(zip("abc", ms, strict=False)) for rank, ms in enumerate(of_ranks)}
-    lengths = {rank: dict.fromkeys(steps, 100.0) for rank, steps in late.items()}
-    where = {rank: {"all_gather": 1, "all_reduce": 2} for rank in late}
-    labels = {rank: f"rank {rank}" for rank in late}
-    assert sentence(late, where, lengths, labels).startswith(words)
+    ):
+        late = {rank: dict(zip("abc", ms, strict=False)) for rank, ms in enumerate(of_ranks)}
+        lengths = {rank: dict.fromkeys(steps, 100.0) for rank, steps in late.items()}
+        where = {rank: {"all_gather": 1, "all_reduce": 2} for rank in late}
+        labels = {rank: f"rank {rank}" for rank in late}
+        assert sentence(late, where, lengths, labels).startswith(words)
 
 
 # -- the edges of the window -----------------------------------------------------------------------
@@ -129,9 +124,8 @@ NONE = "# no rank makes the other ranks wait for more than 5% of a step"
 LATE = "# rank 1 makes the other ranks wait 4"
 
 
-@pytest.mark.parametrize(
-    ("late_ms", "calls", "line"),
-    [
+def test_a_rank_that_is_late_where_profilers_start(tmp_path: Path) -> None:
+    for late_ms, calls, line in (
         # one step: late in the first of 6 calls only, or in the only call
         ([8], 6, NONE),
         ([8], 1, "# which rank is late is unknown: no other"),
@@ -140,15 +134,11 @@ LATE = "# rank 1 makes the other ranks wait 4"
         ([8, 4, 4, 4], 1, LATE),
         # always late in the first call of a step, which is not about the start
         ([4, 4, 4], 1, f"{LATE} ms of a 19.333 ms step (20.7%)"),
-    ],
-)
-def test_a_rank_that_is_late_where_profilers_start(
-    late_ms: list[float], calls: int, line: str, tmp_path: Path
-) -> None:
-    ranks = [window([0] * len(late_ms), calls), window(late_ms, calls)]
-    *first, last = remarks(*save_ranks(tmp_path, *ranks))
-    assert first == [f"{START}8 ms for rank 1 there"] * (8 in late_ms)
-    assert last.startswith(line)
+    ):
+        ranks = [window([0] * len(late_ms), calls), window(late_ms, calls)]
+        *first, last = remarks(*save_ranks(tmp_path, *ranks))
+        assert first == [f"{START}8 ms for rank 1 there"] * (8 in late_ms)
+        assert last.startswith(line)
 
 
 def renumbered(events: Events, by: int) -> Events:

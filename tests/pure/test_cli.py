@@ -19,34 +19,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from harness import cli, exits
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "value"),
-    [
-        (cli.size, "8", 8),
-        (cli.size, "64K", 65536),
-        (cli.size, "1.5M", 1572864),
-        (cli.size, "1g", 2**30),
-        (cli.fraction, "5%", 0.05),
-        (cli.fraction, "0.05", 0.05),
-        (cli.positive_float, "0.5", 0.5),
-        (cli.number(int, 0), "0", 0),
+def test_types() -> None:
+    kinds: Any = (
+        *((cli.size, "8", 8), (cli.size, "64K", 65536), (cli.size, "1.5M", 1572864)),
+        *((cli.size, "1g", 2**30), (cli.fraction, "5%", 0.05), (cli.fraction, "0.05", 0.05)),
+        *((cli.positive_float, "0.5", 0.5), (cli.number(int, 0), "0", 0)),
         (cli.list_of(str, ("a", "b")), "all", ["a", "b"]),
         (cli.list_of(cli.positive_int), "4, 2,4", [4, 2]),
-    ],
-)
-def test_types(kind: Any, text: str, value: Any) -> None:
-    assert kind(text) == value
-
-
-@pytest.mark.parametrize("text", ["8Q", "0.5", "-1", "", "inf"])
-def test_invalid_sizes(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a size in bytes, got '"):
-        cli.size(text)
-
-
-@pytest.mark.parametrize("count", [1, 1000, 1024, 3 * 2**20, 2**34])
-def test_show_size_is_what_size_reads(count: int) -> None:
-    assert cli.size(cli.show_size(count)) == pytest.approx(count, rel=1e-3)
+    )
+    for kind, text, value in kinds:
+        assert kind(text) == value
+    for text in ("8Q", "0.5", "-1", "", "inf"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a size in bytes, got '"):
+            cli.size(text)
+    for count in (1, 1000, 1024, 3 * 2**20, 2**34):
+        assert cli.size(cli.show_size(count)) == pytest.approx(count, rel=1e-3)
 
 
 def parse(*words: str) -> argparse.Namespace:

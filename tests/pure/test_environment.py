@@ -271,12 +271,11 @@ def test_nodes_of_a_cloud(name: str, alone: pytest.MonkeyPatch, capsys: Any) -> 
     exits.refuse_worlds_of_one()
 
 
-@pytest.mark.parametrize("size", [size for _, size in exits.read_launchers()])
-def test_tasks_of_a_launcher_without_its_wrapper(
-    size: str, alone: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    line = one_world(alone, capsys, **{size: "4"})
-    assert f"{size}=4, but each task would run as a world of one; start them with launch/" in line
+def test_tasks_of_a_launcher_without_its_wrapper(alone: pytest.MonkeyPatch, capsys: Any) -> None:
+    for _, size in exits.read_launchers():
+        words = f"{size}=4, but each task would run as a world of one; start them with launch/"
+        assert words in one_world(alone, capsys, **{size: "4"})
+        alone.delenv(size)
 
 
 def test_a_copy_without_the_list_of_launchers_starts(

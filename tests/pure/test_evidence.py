@@ -26,8 +26,12 @@ def gate(base: str, test: str, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def reason_line(printed: str) -> str:
-    return next(line for line in printed.splitlines() if line.startswith("# 1 case"))
+def judged(
+    folder: Path, base: list[float], test: list[float], *more: str, **about: Any
+) -> tuple[int, str]:
+    """The same for runs of these seconds."""
+    sides = runs(folder / "a", base, **about), runs(folder / "b", test, **about)
+    return gate(*sides, *more)
 
 
 # -- copies ----------------------------------------------------------------------------------------
@@ -80,9 +84,9 @@ def test_runs_of_the_same_second_with_different_samples_are_two_runs(tmp_path: P
 # -- failed, missing, interrupted ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("bad", "count", "fail_on", "status", "verdict"),
-    [
+def test_runs_of_test_in_which_the_case_failed_or_is_missing(tmp_path: Path) -> None:
+    base, test = runs(tmp_path / "a", [1.0, 1.001, 0.999, 1.0, 1.001, 0.999]), tmp_path / "b"
+    for bad, count, fail_on, status, verdict in (
         # a case that failed in at least half of the runs of TEST fails every gate
         (FAILED, 4, "slower", 1, "failed"),
         (FAILED, 3, "faster", 1, "failed"),
@@ -90,17 +94,12 @@ def test_runs_of_the_same_second_with_different_samples_are_two_runs(tmp_path: P
         (case("another"), 4, "slower,missing", 1, "missing"),
         (case("another"), 4, "slower", 4, "missing"),
         (case("another"), 2, "slower", 0, "same"),  # `another` is new and does not count
-    ],
-)
-def test_runs_of_test_in_which_the_case_failed_or_is_missing(
-    tmp_path: Path, bad: dict[str, Any], count: int, fail_on: str, status: int, verdict: str
-) -> None:
-    base = runs(tmp_path / "a", [1.0, 1.001, 0.999, 1.0, 1.001, 0.999])
-    for number in range(6):
-        write(tmp_path / "b" / f"{number}.jsonl", bad if number < count else case("no ddp", [1.0]))
-    done = run("compare.py", base, "--test", str(tmp_path / "b"), "--fail-on", fail_on)
-    assert done.returncode == status, done.stdout
-    assert re.search(rf"^no ddp .*\b{verdict}(?: \[one session\])?$", done.stdout, re.MULTILINE)
+    ):
+        for i in range(6):
+            write(test / f"{i}.jsonl", bad if i < count else case("no ddp", [1.0]))
+        done = run("compare.py", base, "--test", str(test), "--fail-on", fail_on)
+        assert done.returncode == status, done.stdout
+        assert re.search(rf"^no ddp .*\b{verdict}(?: \[one session\])?$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("status", ["failed", None])
@@ -119,9 +118,7 @@ def test_a_run_that_did_not_end_normally_does_not_count(tmp_path: Path, status: 
 
 def test_an_interval_without_information_is_not_printed(tmp_path: Path) -> None:
     """104 and 832 ms compared with four runs of 100 ms: the interval is 2.3e-06 to 5.5e+05."""
-    base = runs(tmp_path / "a", [0.1, 0.101, 0.099, 0.1])
-    test = runs(tmp_path / "b", [0.104, 0.832])
-    status, printed = gate(base, test)
+    status, printed = judged(tmp_path, [0.1, 0.101, 0.099, 0.1], [0.104, 0.832])
     assert status == 4
     assert re.search(r"2.94x slower +no interval +undecided", printed)
     assert "more than 100 runs per side would be needed for +-2%; look for the cause" in printed
@@ -134,15 +131,14 @@ def test_an_interval_without_information_is_not_printed(tmp_path: Path) -> None:
 def test_disturbed_runs_are_left_out(tmp_path: Path) -> None:
     """12 reports while another process uses 1.9 of 2 cores. TEST takes 1.12 times as long."""
     times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99]
-    base = runs(tmp_path / "a", times, **BUSY)
-    test = runs(tmp_path / "b", [1.12 * time for time in times], **BUSY)
-    status, printed = gate(base, test)
+    sides = tmp_path, times, [1.12 * time for time in times]
+    status, printed = judged(*sides, **BUSY)
     assert status == 4
     assert "2 usable runs per side are needed, but there are 0 of BASE and 0 of TEST" in printed
     assert "\n# measure on an idle machine, or in pairs with ab.py; --allow-disturbed" in printed
     busy = r"# warning: left out: other processes used more than a tenth of the cores: \S+/00.jsonl"
     assert re.search(rf"{busy} \(1.9 of 2 cores\), \S+", printed)
-    status, printed = gate(base, test, "--allow-disturbed")
+    status, printed = judged(*sides, "--allow-disturbed", **BUSY)
     assert status == 1
     assert re.search(r"^no ddp .* slower \[disturbed runs allowed\]$", printed, re.MULTILINE)
     assert "used up to 1.9 of 2 cores in 12 of 12 runs: disturbed runs allowed" in printed
@@ -160,39 +156,32 @@ def test_two_quiet_runs_a_side_are_enough(tmp_path: Path) -> None:
 
 
 def test_an_effect_too_large_for_load_is_reported(tmp_path: Path) -> None:
-    base = runs(tmp_path / "a", [1.0, 1.01, 0.99], **BUSY)
-    test = runs(tmp_path / "b", [22.0, 22.2, 21.8], **BUSY)
-    status, printed = gate(base, test)
+    status, printed = judged(tmp_path, [1.0, 1.01, 0.99], [22.0, 22.2, 21.8], **BUSY)
     assert status == 1
     assert "slower: a change by a factor of more than 5, which load does not explain" in printed
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "status"),
-    [
+def test_a_pair_counts_if_both_runs_had_the_same_load(tmp_path: Path) -> None:
+    for a, b, status in (
         ([[1.9, 2]], [[1.75, 2]], 1),  # disturbed, but similarly: they differ by 0.075 of the cores
         ([[0.0, 2]], [[0.2, 2]], 1),
         ([[0.0, 2]], [[0.21, 2]], 4),
         ([[1.0, 2], [0.0, 2]], [[0.0, 2], [1.0, 2]], 4),  # each node is compared with itself
         ([[1.0, 2], [0.0, 2]], [[1.0, 2], [0.0, 2]], 1),
         (None, [[1.0, 2]], 1),  # the verdict mentions that the load was not recorded
-    ],
-)
-def test_a_pair_counts_if_both_runs_had_the_same_load(
-    tmp_path: Path, a: Any, b: Any, status: int
-) -> None:
-    times = [1.0, 1.01, 0.99, 1.0]
-    base = runs(tmp_path / "a", times, others=a)
-    test = runs(tmp_path / "b", [1.1 * time for time in times], others=b)
-    for flag in ("--paired", "--interleaved"):
-        gave, printed = gate(base, test, flag)
-        assert gave == status
-        if status == 4:
-            assert "2 usable pairs are needed, but there are 0" in printed
-            assert "\n# measure on an idle machine; --allow-disturbed keeps" in printed
-            assert "loaded the two runs of a pair differently: " in printed
-        else:
-            assert ("slower [load not recorded" in printed) == (a is None)
+    ):
+        times = [1.0, 1.01, 0.99, 1.0]
+        base = runs(tmp_path / "a", times, others=a)
+        test = runs(tmp_path / "b", [1.1 * time for time in times], others=b)
+        for flag in ("--paired", "--interleaved"):
+            gave, printed = gate(base, test, flag)
+            assert gave == status
+            if status == 4:
+                assert "2 usable pairs are needed, but there are 0" in printed
+                assert "\n# measure on an idle machine; --allow-disturbed keeps" in printed
+                assert "loaded the two runs of a pair differently: " in printed
+            else:
+                assert ("slower [load not recorded" in printed) == (a is None)
 
 
 def test_what_qualifies_the_smallest_change(tmp_path: Path) -> None:
@@ -211,9 +200,8 @@ def test_what_qualifies_the_smallest_change(tmp_path: Path) -> None:
 def test_the_load_of_other_nodes_may_be_unknown(tmp_path: Path) -> None:
     """--interleave measures only the load of this machine."""
     about: dict[str, Any] = {"environment": {"torch": "2", "num_nodes": 2, "hosts": ["a", "b"]}}
-    base = runs(tmp_path / "a", [1.0, 1.001, 0.999], **about)
-    test = runs(tmp_path / "b", [1.1, 1.101, 1.099], **about)
-    assert "slower [load of other nodes not measured]" in gate(base, test)[1]
+    _, printed = judged(tmp_path, [1.0, 1.001, 0.999], [1.1, 1.101, 1.099], **about)
+    assert "slower [load of other nodes not measured]" in printed
 
 
 def test_the_load_may_be_in_a_file_next_to_the_report(tmp_path: Path) -> None:

@@ -260,9 +260,8 @@ LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer
 MONITORED = "[rank{0}]:[E1 ProcessGroupGloo.cpp:68] [Rank {0}]: "
 
 
-@pytest.mark.parametrize(
-    ("lines", "ranks", "words"),
-    [
+def test_other_messages() -> None:
+    for lines, ranks, words in (
         (
             [mismatch(1, 0, "BROADCAST", "ALLREDUCE"), mismatch(2, 1, "ALLREDUCE", "BROADCAST")],
             (1,),
@@ -320,12 +319,10 @@ MONITORED = "[rank{0}]:[E1 ProcessGroupGloo.cpp:68] [Rank {0}]: "
         ),
         (["[rank0]: Connection closed by peer [10.0.0.7]:6178"], (), "10.0.0.7"),
         (["enforce fail: Received data size doesn't match expected size."], (), "DETAIL"),
-    ],
-)
-def test_other_messages(lines: list[str], ranks: tuple[int, ...], words: str) -> None:
-    named, sentence = told(lines)
-    assert named == ranks
-    assert words in sentence
+    ):
+        named, sentence = told(lines)
+        assert named == ranks
+        assert words in sentence
 
 
 def test_an_abort_of_the_watchdog_is_not_a_cause() -> None:
@@ -409,21 +406,24 @@ def test_files_that_are_refused(content: bytes | None, words: str, tmp_path: Pat
     assert words in done.stderr
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[rank3]:[W615 ProcessGroupNCCL.cpp:5023] using GPU 3 as device used by this process",
-        "[PG ID 0 PG GUID 0(default_pg) Rank 3] NCCL Work update periodically: last enqueued NCCL "
-        "work: 12, last completed NCCL work: 11.",
-        "[PG ID 0 PG GUID 0 Rank 3] ProcessGroupNCCL watchdog thread joined.",
-        "node1:4711:4711 [0] NCCL INFO Using network Socket",
-        "node1:1:2 [0] misc/socket.cc:1 NCCL WARN connect to 10.0.0.7 timed out, retrying (2/34)",
-        "node1:1:2 [0] NCCL WARN socket to 10.0.0.7 closed; retry after 100 msec",
-        "step 12, loss 3.2, 51 ms; rank 3 waits for data",
-    ],
-)
-def test_a_healthy_log_names_no_rank(line: str) -> None:
-    assert told([line] * 3) == ((), "")
+HEALTHY = [
+    "[rank3]:[W615 ProcessGroupNCCL.cpp:5023] using GPU 3 as device used by this process",
+    "[PG ID 0 PG GUID 0(default_pg) Rank 3] NCCL Work update periodically: last enqueued NCCL "
+    "work: 12, last completed NCCL work: 11.",
+    "[PG ID 0 PG GUID 0 Rank 3] ProcessGroupNCCL watchdog thread joined.",
+    "node1:4711:4711 [0] NCCL INFO Using network Socket",
+    "node1:1:2 [0] misc/socket.cc:1 NCCL WARN connect to 10.0.0.7 timed out, retrying (2/34)",
+    "node1:1:2 [0] NCCL WARN socket to 10.0.0.7 closed; retry after 100 msec",
+    "step 12, loss 3.2, 51 ms; rank 3 waits for data",
+    # words of a summary elsewhere
+    *("time: 0.54", "  time      : 0.54", "  host: n1", "  rank      : 3", "exitcode: 1"),
+]
+
+
+def test_a_healthy_log_names_no_rank() -> None:
+    assert told(HEALTHY) == ((), "")
+    for line in HEALTHY:
+        assert told([line] * 3) == ((), "")
 
 
 def test_a_log_that_begins_with_a_brace(tmp_path: Path) -> None:
@@ -445,15 +445,15 @@ def test_two_ranks_in_one_line() -> None:
         assert "ranks 0, 1, 2 wait" in sentence
 
 
-@pytest.mark.parametrize("ops", [("SEND", "RECV"), ("COALESCED", "COALESCED"), ("RECV", "RECV")])
-def test_sends_and_receives_are_not_compared(ops: tuple[str, str]) -> None:
+def test_sends_and_receives_are_not_compared() -> None:
     """Their numbers differ between ranks. A rank that waits in one is not the cause elsewhere."""
-    lines = [*timeout(0, 12, ops[0], group="5(pp)"), *timeout(1, 11, ops[1], 7, group="5(pp)")]
-    ranks, sentence = told(lines)
-    assert ranks == ()
-    assert "ranks 0, 1 timed out in a send, a receive" in sentence
-    lines += [signal(0, 8), signal(1, 8), signal(2, 8), *of_all(range(3, 8), 9)]
-    assert told(lines)[0] == (2,)
+    for ops in (("SEND", "RECV"), ("COALESCED", "COALESCED"), ("RECV", "RECV")):
+        lines = [*timeout(0, 12, ops[0], group="5(pp)"), *timeout(1, 11, ops[1], 7, group="5(pp)")]
+        ranks, sentence = told(lines)
+        assert ranks == ()
+        assert "ranks 0, 1 timed out in a send, a receive" in sentence
+        lines += [signal(0, 8), signal(1, 8), signal(2, 8), *of_all(range(3, 8), 9)]
+        assert told(lines)[0] == (2,)
 
 
 def test_a_rank_that_waits_is_not_behind() -> None:
@@ -485,22 +485,17 @@ def test_calls_that_differ_in_the_type_only() -> None:
     assert "rank 2: all_reduce 7 of shape [10, 3], Double; ranks 0, 1: " in sentence
 
 
-@pytest.mark.parametrize("prefix", ["", "3: ", "2026-03-04T05:06:07.8Z ", "[pod/job-0] "])
-def test_the_summary_of_torchrun(prefix: str) -> None:
-    ended = summary((3, 1), (1, 1), (2, -15))
-    assert told(prefix + line for line in ended)[0] == (3,)
-    # torchrun was killed while it printed: nothing is known about rank 3
-    assert told(ended[:3])[0] == ()
-    assert told(ended[: ended.index("  rank      : 3 (local_rank: 0)")])[0] == (1,)
-    # two nodes: the earlier failure counts, also if their lines take turns
-    later = [line.replace("05:06:07", "05:06:08") for line in summary((6, 1), (7, -15))]
-    pairs = itertools.zip_longest(later, ended, fillvalue="")
-    assert told(line for a, b in pairs for line in ("0: " + a, "1: " + b))[0] == (3,)
-    both = told([*ended, *summary((6, 1))])
-    assert both[0] == ()
-    assert "rank 3 on node3 ended with status 1, rank 6 on node6" in both[1]
-
-
-def test_words_of_a_summary_elsewhere() -> None:
-    words = ["time: 0.54", "  time      : 0.54", "  host: n1", "  rank      : 3", "exitcode: 1"]
-    assert told(words) == ((), "")
+def test_the_summary_of_torchrun() -> None:
+    for prefix in ("", "3: ", "2026-03-04T05:06:07.8Z ", "[pod/job-0] "):
+        ended = summary((3, 1), (1, 1), (2, -15))
+        assert told(prefix + line for line in ended)[0] == (3,)
+        # torchrun was killed while it printed: nothing is known about rank 3
+        assert told(ended[:3])[0] == ()
+        assert told(ended[: ended.index("  rank      : 3 (local_rank: 0)")])[0] == (1,)
+        # two nodes: the earlier failure counts, also if their lines take turns
+        later = [line.replace("05:06:07", "05:06:08") for line in summary((6, 1), (7, -15))]
+        pairs = itertools.zip_longest(later, ended, fillvalue="")
+        assert told(line for a, b in pairs for line in ("0: " + a, "1: " + b))[0] == (3,)
+        both = told([*ended, *summary((6, 1))])
+        assert both[0] == ()
+        assert "rank 3 on node3 ended with status 1, rank 6 on node6" in both[1]

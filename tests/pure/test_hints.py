@@ -32,20 +32,17 @@ def said(
     return hints(cases, SimpleNamespace(**given), busy, crowded, is_load_known)
 
 
-@pytest.mark.parametrize(
-    ("metrics", "is_counted"),
-    [
+def test_which_intervals_count() -> None:
+    """Not that of a difference that includes 0, and not that of a rate, which follows from a
+    time."""
+    for metrics, is_counted in (
         ({"step_s": NONE, "late_s": SURE}, True),
         ({"step_s": SURE, "late_s": WIDE}, True),
         ({"step_s": SURE, "exposed_s": Estimate(0.1, -1, 1), "samples_per_s": NONE}, False),
         ({"samples_per_s": 1.0}, False),
-    ],
-)
-def test_which_intervals_count(metrics: dict[str, Any], is_counted: bool) -> None:
-    """Not that of a difference that includes 0, and not that of a rate, which follows from a
-    time."""
-    lines = said(case(step_s=SURE), case(**metrics))
-    assert [" in 1 of 2 cases; " in line for line in lines] == [True] * is_counted
+    ):
+        lines = said(case(step_s=SURE), case(**metrics))
+        assert [" in 1 of 2 cases; " in line for line in lines] == [True] * is_counted
 
 
 OTHERS = "other processes used 1.0 of 2 cores of vm"
@@ -57,9 +54,8 @@ UNKNOWN = "CPU use by other processes was not measured here"
 UNMEASURED = {"is_load_known": False}
 
 
-@pytest.mark.parametrize(
-    ("one", "given", "cause", "remedy"),
-    [
+def test_one_line_names_the_cause_and_then_the_remedy() -> None:
+    for one, given, cause, remedy in (
         # 12 s of samples, up to 24 s with untimed iterations: twice that
         (FEW, {}, "few samples, down to 6 per case", "try --max-seconds 48"),
         (FEW, {"iters": 6}, "few samples, down to 6 per case", "try --iters 12"),
@@ -70,14 +66,10 @@ UNMEASURED = {"is_load_known": False}
         # while two commands are interleaved, no rank measures the load
         (SWING, UNMEASURED, UNKNOWN, "try --max-seconds 30"),
         (FEW, UNMEASURED, f"few samples, down to 6 per case; {UNKNOWN}", "try --max-seconds 48"),
-    ],
-)
-def test_one_line_names_the_cause_and_then_the_remedy(
-    one: Case, given: dict[str, Any], cause: str, remedy: str
-) -> None:
-    (line,) = said(case("sure", step_s=SURE), one, **given)
-    assert line.startswith(f"{cause}: 95% intervals missing (-) or wider than +-10% in 1 of 2 ")
-    assert line.endswith(remedy)
+    ):
+        (line,) = said(case("sure", step_s=SURE), one, **given)
+        assert line.startswith(f"{cause}: 95% intervals missing (-) or wider than +-10% in 1 of 2 ")
+        assert line.endswith(remedy)
 
 
 def test_lines_below_a_row() -> None:
@@ -107,10 +99,9 @@ def test_the_last_lines_suggest_the_next_commands(
     old = write(tmp_path / "old 1", line("no ddp"), line("1M/2R"))
     new = load(write(tmp_path / "new", line("1M/2R"), line("other")))
     report, before = report_lines(new, "/r 1", old)
-    analysis = ROOT / "analysis"
-    page = shlex.join(["python", str(analysis / "report.py"), "/r 1", "-o", "page.html"])
-    assert report == f"report /r 1; {page}"
-    compare = shlex.join(["python", str(analysis / "compare.py"), old, "--test", "/r 1"])
+    page = ["python", f"{ROOT}/analysis/report.py", "/r 1", "-o", "page.html"]
+    assert report == f"report /r 1; {shlex.join(page)}"
+    compare = shlex.join(["python", f"{ROOT}/analysis/compare.py", old, "--test", "/r 1"])
     assert before == f"previous report {old}; to compare: {compare}"
     others = [(new.cases[1:], "ddp_sweep"), ([], "ddp_sweep"), (new.cases, "collectives")]
     for new.cases, new.benchmark in others:  # compare.py would find no common case

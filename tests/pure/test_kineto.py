@@ -139,11 +139,9 @@ def test_an_impossible_event_ends_where_the_next_one_starts(tmp_path: Path) -> N
 def test_a_long_gap_is_not_taken_as_the_duration() -> None:
     """Four kernels take 10 us. A fifth lasts 5 ms according to the trace, but the next one starts
     after 400 us: it is cut to 10 us."""
-    calls = [
-        kineto.Kernel(t, t + 10, "computing", "s", "k", 0, False, None) for t in range(0, 80, 20)
-    ]
-    damaged = calls[0]._replace(start=100, end=5100)
-    last = calls[0]._replace(start=500, end=510)
+    first = kineto.Kernel(0, 10, "computing", "s", "k", 0, False, None)
+    calls = [first._replace(start=t, end=t + 10) for t in range(0, 80, 20)]
+    damaged, last = first._replace(start=100, end=5100), first._replace(start=500, end=510)
     cut, (line,) = kineto.cut_overruns([*calls, damaged, last])
     assert [one.end for one in cut[-2:]] == [110, 510]
     assert line.endswith("by up to 5 ms; cut: k")
@@ -208,9 +206,8 @@ def by_copy_engine(name: str, copy: str, stream: int, more: Events) -> Events:
     return [*kernel(GEMM, 8010, 2000), *events, span | about]
 
 
-@pytest.mark.parametrize(
-    ("name", "copy", "stream", "more", "shares"),
-    [
+def test_copies_in_a_collective_communicate(tmp_path: Path) -> None:
+    for name, copy, stream, more, shares in (
         ("nccl:_all_gather_base", "Memcpy DtoD (Device -> Device)", 20, [], ["80.0", "0.0"]),
         ("rccl:all_gather", "CopyDeviceToDevice", 20, [], ["80.0", "0.0"]),
         # a kernel of the same range
@@ -218,38 +215,29 @@ def by_copy_engine(name: str, copy: str, stream: int, more: Events) -> Events:
         # a range of something else, and one on another stream: 2 ms of computing are the step
         ("Optimizer.step#SGD", "Memcpy DtoD (Device -> Device)", 20, [], ["0.0", "0.0"]),
         ("nccl:_all_gather_base", "Memcpy DtoD (Device -> Device)", 7, [], ["0.0", "0.0"]),
-    ],
-)
-def test_copies_in_a_collective_communicate(
-    name: str, copy: str, stream: int, more: Events, shares: list[str], tmp_path: Path
-) -> None:
-    path = save(tmp_path / "0.json", by_copy_engine(name, copy, stream, more))
-    row = mean(path)
-    assert [row["exposed (%)"], row["idle (%)"]] == shares
-    calls = [row for row in table(path) if row[:2] == ["not named", "all_gather"]]
-    assert len(calls) == (shares[0] != "0.0" and not more)
-    assert all(row[3] == "1" for row in calls)  # one call, not two copies
+    ):
+        path = save(tmp_path / "0.json", by_copy_engine(name, copy, stream, more))
+        row = mean(path)
+        assert [row["exposed (%)"], row["idle (%)"]] == shares
+        calls = [row for row in table(path) if row[:2] == ["not named", "all_gather"]]
+        assert len(calls) == (shares[0] != "0.0" and not more)
+        assert all(row[3] == "1" for row in calls)  # one call, not two copies
 
 
-@pytest.mark.parametrize(
-    ("name", "thread", "end", "exposed"),
-    [
+def test_copies_in_a_range_on_the_host_only(tmp_path: Path) -> None:
+    """The range is not on the GPU: the copies whose launches lie within it communicate, those at 0
+    and 4 ms. The matmul is launched at 8 ms."""
+    for name, thread, end, exposed in (
         ("nccl:_all_gather_base", 100, 4005, "80.0"),
         ("nccl:_all_gather_base", 7, 4005, "0.0"),  # another thread
         ("step of mine", 100, 4005, "0.0"),
         # the second copy is launched after the range: 4 of 10 ms
         ("nccl:_all_gather_base", 100, 3000, "40.0"),
-    ],
-)
-def test_copies_in_a_range_on_the_host_only(
-    name: str, thread: int, end: float, exposed: str, tmp_path: Path
-) -> None:
-    """The range is not on the GPU: the copies whose launches lie within it communicate, those at 0
-    and 4 ms. The matmul is launched at 8 ms."""
-    *events, span = by_copy_engine(name, "Memcpy DtoD (Device -> Device)", 20, [])
-    span |= {"cat": "user_annotation", "pid": 100, "tid": thread, "ts": -1, "dur": 1 + end}
-    path = save(tmp_path / "0.json", [*events, span])
-    assert mean(path)["exposed (%)"] == exposed
+    ):
+        *events, span = by_copy_engine(name, "Memcpy DtoD (Device -> Device)", 20, [])
+        span |= {"cat": "user_annotation", "pid": 100, "tid": thread, "ts": -1, "dur": 1 + end}
+        path = save(tmp_path / "0.json", [*events, span])
+        assert mean(path)["exposed (%)"] == exposed
 
 
 # -- other accelerators ----------------------------------------------------------------------------
@@ -339,14 +327,6 @@ def test_time_and_memory_grow_linearly(tmp_path: Path, capsys: pytest.CaptureFix
     assert calls_of_twice < 2.2 * calls
     assert peak_of_twice < 2.2 * peak
     assert peak_of_twice < 4 * Path(files[1]).stat().st_size
-
-
-def test_the_progress_of_reading(tmp_path: Path) -> None:
-    """The share of the file that was read, after every 2,000 of 5,100 events."""
-    path = save(tmp_path / "x.json", large(100, 10, 30))
-    shares: list[float] = []
-    kineto.read(path, shares.append)
-    assert shares == pytest.approx([2000 / 5100, 4000 / 5100], rel=0.05)
 
 
 # -- files and folders -----------------------------------------------------------------------------
