@@ -24,9 +24,9 @@ def loaded(known: Collection[str] = ()) -> dict[str, str]:
     packages are not local, unless they are editable installations."""
     found = {}
     for name, module in [*sys.modules.items()]:
-        package = name.partition(".")[0]
         if name in known or name == "__mp_main__":  # the main script's other name
             continue
+        package = name.partition(".")[0]
         # compiled kernels of torch.compile are in no imported package
         if package in VERSIONED or package not in sys.modules:
             continue

@@ -96,6 +96,7 @@ def run_rank(rank: int, ranks: int, port: int, results: Any) -> None:
         joined = time.time()
         last_start = torch.tensor(started, dtype=torch.float64)
         dist.all_reduce(last_start, dist.ReduceOp.MAX)
+        bench.announce({})
         seconds = [time_round(bench, number) for number in range(ROUNDS)]
         if rank == 0:
             times = {name: [row[name] for row in seconds[1:]] for name in NAMES}
