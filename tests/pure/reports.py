@@ -40,7 +40,7 @@ if pipes:
     os.read(grant, 1)
 log = open(out + "/order", "a")
 times = []
-for block in range(12 if mode == "short" else 24):
+for block in range(24):
     print(sys.argv[1], "begins", file=log, flush=True)
     noise = random.gauss(0, 1e-5)  # equal samples would be copies of one run
     times += [seconds * (1 + 0.001 * ((7 * number + block) % 5) + noise)] * 2
@@ -64,7 +64,7 @@ with open(path, "w") as file:
 
 def fake(folder: Path, words: str) -> str:
     """A command for ab.py that writes such a report: `0.1 x` has steps of 0.1 s. The second word
-    may be hang, leave, no turns, short or fail."""
+    may be hang, leave, no turns or fail."""
     script = folder / "fake.py"
     if not script.exists():
         script.write_text(FAKE)

@@ -283,26 +283,23 @@ def test_each_round_prints_a_line(
     ]
 
 
-@pytest.mark.parametrize(
-    ("logs", "expected"),
-    [
+def test_the_forecast_by_hand() -> None:
+    for logs, expected in (
         # t(n - 1) * 0.02 / sqrt(n) <= ln 1.02 from 7 pairs on, and <= ln 2 from 2 pairs on
         ([-0.02, 0.0, 0.02], "about 7 pairs, about 5 min, but --runs is 6 (--max-runs 12 only "),
         ([-0.02 + math.log(2), math.log(2), 0.02 + math.log(2)], "about 6 pairs, about 4 min"),
         ([-0.3, 0.0, 0.3], "more than 100 pairs, over 67 min, but --runs is 6 (--max-"),
         ([0.0], ""),
-    ],
-)
-def test_the_forecast_by_hand(logs: list[float], expected: str) -> None:
-    case = Result("x", {}, base_s=[1.0] * len(logs), test_s=[math.exp(x) for x in logs])
-    design = Design(paired=True, runs=6)
-    judge_all([case], design)
-    sides: Any = [Run("x", {})] * len(logs)
-    comparison = Comparison([case], None, [], [], sides, sides, design)
-    line = forecast(comparison, 6, 12, 40, is_terminal=False)
-    start = f"after {len(logs)} rounds: with this scatter, verdicts need " if expected else ""
-    assert line.startswith(start + expected)
-    assert "--interleave" not in line  # these runs have no rounds
-    if expected:
-        ending = "; Ctrl-C ends with what was measured"
-        assert forecast(comparison, 6, 12, 40, is_terminal=True) == line + ending
+    ):
+        case = Result("x", {}, base_s=[1.0] * len(logs), test_s=[math.exp(x) for x in logs])
+        design = Design(paired=True, runs=6)
+        judge_all([case], design)
+        sides: Any = [Run("x", {})] * len(logs)
+        comparison = Comparison([case], None, [], [], sides, sides, design)
+        line = forecast(comparison, 6, 12, 40, is_terminal=False)
+        start = f"after {len(logs)} rounds: with this scatter, verdicts need " if expected else ""
+        assert line.startswith(start + expected)
+        assert "--interleave" not in line  # these runs have no rounds
+        if expected:
+            ending = "; Ctrl-C ends with what was measured"
+            assert forecast(comparison, 6, 12, 40, is_terminal=True) == line + ending

@@ -1,15 +1,18 @@
-"""analysis/traces/bandwidth.py: bytes, bandwidths, and times of the same collectives alone."""
+"""analysis/traces/bandwidth.py and readers/isolated.py: bytes, bandwidths, and times of the same
+collectives alone."""
 
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from analysis.traces.bandwidth import bus_factor, layout_in
 from analysis.traces.kineto import Trace
 from common.stats import Estimate
 from harness import report
 from harness.report import Case, Report
-from readers.isolated import collective_times, layout_of_case, show_layout
+from readers.isolated import collective_times, interpolate, layout_of_case, show_layout
 from tests.pure import reports
 from tests.pure.reports import estimate
 from tests.pure.traces import (
@@ -208,6 +211,31 @@ def test_times_of_a_report() -> None:
     environment = {"ranks": [{"rank": rank, "host": "vm"} for rank in (0, 1)]}
     found = collective_times(Report("collectives", environment, cases=of))
     assert found == {("all_reduce", (2,), "float32"): {8: Estimate(3.0)}}
+
+
+def test_interpolation_between_measured_sizes() -> None:
+    """A quarter of the way from 1 KiB to 2 KiB is 10 + 10 / 4, and likewise for the ends."""
+    times = {1024: Estimate(10, 9, 11), 2048: Estimate(20, 18, 25), 8192: Estimate(50)}
+    assert interpolate(times, 1280) == Estimate(12.5, 11.25, 14.5)
+    assert interpolate(times, 2048) == times[2048]
+    # halfway between 2 and 8 KiB, one of which has no interval
+    assert interpolate(times, 5120) == Estimate(35)
+
+
+def test_no_size_is_extrapolated() -> None:
+    times = {2**10: Estimate(1), 2**12: Estimate(2), 2**16: Estimate(3)}
+    assert interpolate(times, 2**11).value == pytest.approx(1 + 1 / 3)  # a factor of 4
+    rounded = {65_532: Estimate(1), 262_140: Estimate(4)}  # 4.0002: multiples of 3 ranks
+    assert interpolate(rounded, 65_532 * 2).value == pytest.approx(2, rel=1e-3)
+    for size, words in (
+        (1023, "1023 bytes are outside the measured range, 1K to 64K"),
+        (2**17, "128K bytes are outside the measured range, 1K to 64K"),
+        (2**13, "8,192 bytes are between the measured 4,096 and 65,536, which are more than a "),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}"):
+            interpolate(times, size)
+    with pytest.raises(ValueError, match="no size is measured"):
+        interpolate({}, size)
 
 
 def test_other_reports_are_refused(tmp_path: Path) -> None:

@@ -106,13 +106,14 @@ def test_which_rank_is_named() -> None:
 # -- the edges of the window -----------------------------------------------------------------------
 
 
-def window(late_ms: Iterable[float], calls: int = 1) -> Events:
+def window(late_ms: Iterable[float], calls: int = 1, first: int = 0) -> Events:
     """Steps of 20 ms with a matmul and `calls` all-reduces. late_ms: how much later this rank
-    arrives at the first of them in each step."""
+    arrives at the first of them in each step. first: number of the first step."""
     events = []
     for number, ms in enumerate(late_ms):
         start = 1000 + number * 20_000
-        events += step(number, start - 20, 20_000) + kernel(GEMM, start, 9000 + 1e3 * ms)
+        events += step(number + first, start - 20, 20_000)
+        events += kernel(GEMM, start, 9000 + 1e3 * ms)
         events += collective("allreduce", start + 9000 + 1e3 * ms, 9000 - 1e3 * ms, 100)
         for call in range(1, calls):
             events += collective("allreduce", start + 18_000 + 300 * call, 250, 100)
@@ -141,19 +142,9 @@ def test_a_rank_that_is_late_where_profilers_start(tmp_path: Path) -> None:
         assert last.startswith(line)
 
 
-def renumbered(events: Events, by: int) -> Events:
-    """The same steps with other numbers."""
-    changed = []
-    for event in events:
-        name, _, number = event["name"].partition("#")
-        changed.append(event | ({"name": f"{name}#{int(number) + by}"} if number else {}))
-    return changed
-
-
 def test_windows_that_overlap_in_two_of_four_steps(tmp_path: Path) -> None:
     """Rank 1 is 4 ms late in both steps that were compared."""
-    ranks = [window([0] * 4), renumbered(window([4] * 4), 2)]
-    paths = save_ranks(tmp_path, *ranks)
+    paths = save_ranks(tmp_path, window([0] * 4), window([4] * 4, first=2))
     assert columns(*paths) == {"0": ["4", "0"], "1": ["0", "4"]}
     line = f"{LATE} ms of a 20 ms step (20.0%), for more than 5% in 2 of 2 steps"
     assert remarks(*paths)[-1].startswith(line)

@@ -83,15 +83,13 @@ atexit.register(exits.fast_exit, 3)
 """
 
 
-@pytest.mark.parametrize(
-    ("then", "status", "out"), [("sys.exit(3)", 3, "done\n"), ("1 / 0", 1, "done\nfreed\n")]
-)
-def test_leave_skips_deallocation(then: str, status: int, out: str) -> None:
+def test_leave_skips_deallocation() -> None:
     """Functions registered with atexit are called, and an exception is not hidden."""
-    command = [sys.executable, "-c", LEAVE + then]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=exits.ROOT)
-    assert (run.returncode, run.stdout) == (status, out)
-    assert ("ZeroDivisionError" in run.stderr) == (status == 1)
+    for then, status, out in (("sys.exit(3)", 3, "done\n"), ("1 / 0", 1, "done\nfreed\n")):
+        command = [sys.executable, "-c", LEAVE + then]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=exits.ROOT)
+        assert (run.returncode, run.stdout) == (status, out)
+        assert ("ZeroDivisionError" in run.stderr) == (status == 1)
 
 
 def test_a_full_stderr_does_not_change_the_status() -> None:

@@ -23,22 +23,10 @@ def rank(number: int, **more: Any) -> dict[str, Any]:
     return {"rank": number, "host": "a", "uuid": f"G{number}", "torch": "2", "nccl": "2"} | more
 
 
-class Lonely:
-    """Rank 0 of a job whose other ranks send these values, one per gather."""
-
-    def __init__(self, *gathered: Any) -> None:
-        self.gathered = list(gathered)
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, *(self.gathered.pop(0) if self.gathered else ())]
-
-
 def refusal(found: dict[str, Any], *gathered: Any, tested: range | None = None) -> str:
     """Why this job is refused; "" if it is not."""
-    job: Any = Lonely(*gathered)
+    sent = [*gathered, ()]  # by the other ranks, in one gather after the other
+    job = Mock(broadcast=lambda value: value, gather=lambda value: [value, *sent.pop(0)])
     try:
         environment.refuse_differences(job, found, {"x.py": "1"}, tested)
     except Refused as error:
@@ -240,19 +228,13 @@ def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
     return str(line)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, "NNODES=2 and PET_NPROC_PER_NODE=4"),
+def test_python_instead_of_torchrun(alone: pytest.MonkeyPatch, capsys: Any) -> None:
+    for values, said in (
         ({"PET_NPROC_PER_NODE": "auto"}, "PET_NNODES=1 and PET_NPROC_PER_NODE=auto"),
-    ],
-)
-def test_python_instead_of_torchrun(
-    values: dict[str, str], said: str, alone: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """Each pod prints the line."""
-    line = one_world(alone, capsys, **values)
-    assert f"{said} configure torchrun, but python was started; start torchrun" in line
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, "NNODES=2 and PET_NPROC_PER_NODE=4"),
+    ):
+        words = f"{said} configure torchrun, but python was started; start torchrun"
+        assert words in one_world(alone, capsys, **values)
 
 
 POOLS = '{"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}}'

@@ -41,6 +41,7 @@ def test_wording() -> None:
         (Estimate(0.002, 0.001, 0.0034).part_of(0.0761), "2.0 ms (1.0 to 3.4)"),
         (Estimate(0.002, -0.001, 0.0034).part_of(0.0761), "nothing measurable (-1.0 to 3.4 ms)"),
         (Estimate(0.002).part_of(0.0761), "2.0 ms (no interval)"),
+        (Estimate(-0.002).part_of(0.0761), "nothing measurable (no interval)"),
         # two ranks are at most 2 times as fast as one
         (Estimate(1.73, 1.38, 2.2).as_factor(2, "ranks"), "1.73 times (1.38 to 2, ranks)"),
         (

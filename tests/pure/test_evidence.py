@@ -73,6 +73,18 @@ def test_a_copy_of_the_other_side_has_no_verdict(tmp_path: Path) -> None:
     assert gate(base, str(tmp_path / "b"))[0] == 4
 
 
+def test_pairs_of_copies_count_once(tmp_path: Path) -> None:
+    """As of commands that print a cached report."""
+    begin = {"started_at": "2026-01-01T00:00:00+00:00"}
+    base, test = (
+        load([runs(tmp_path / f"{seconds}{i}", [seconds], **begin) for i in range(3)])
+        for seconds in (1.0, 1.1)
+    )
+    text = show(compare(base, test, Design(paired=True, runs=3, allow_disturbed=True)))
+    assert "3 usable pairs are needed, but there are 1" in text
+    assert "left out: a copy of " in text
+
+
 def test_runs_of_the_same_second_with_different_samples_are_two_runs(tmp_path: Path) -> None:
     for side in "ab":
         for number in range(3):
