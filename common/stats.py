@@ -75,12 +75,12 @@ class Estimate:
         """Format the number times `scale`: `1.24 GB/s (1.10 to 1.39)`, or if the unit starts with
         `%` or `x`, `12% (10 to 15)`. digits: decimals; by default three significant digits."""
         digits = digits_of(self.value * scale) if digits is None else digits
-        number = f"{self.value * scale:,.{digits}f}"
+        number = f"{self.value * scale:z,.{digits}f}"
         if unit:
             number += unit if unit.startswith(("%", "x")) else f" {unit}"
         if self.low is None or self.high is None:
             return f"{number} (no interval)"
-        return f"{number} ({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})"
+        return f"{number} ({self.low * scale:z,.{digits}f} to {self.high * scale:z,.{digits}f})"
 
     def as_factor(self, most: float = math.inf, bound: str = "", unit: str = "times") -> str:
         """Format a factor: `1.24 times (1.10 to 1.39)`, with more decimals if rounding would make

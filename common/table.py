@@ -105,7 +105,7 @@ class Cell:
 
 def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Any], str]:
     """Return a column that shows a metric, multiplied by `scale`."""
-    return Cell(name, lambda value: f"{number_of(value) * scale:.{digits}f}")
+    return Cell(name, lambda value: f"{number_of(value) * scale:z.{digits}f}")
 
 
 def number_of(value: Any) -> float:
@@ -119,7 +119,7 @@ def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Any], str]:
     def text(estimate: Estimate) -> str:
         if estimate.low is None or estimate.high is None:
             return "-"
-        return f"{estimate.low * scale:.{digits}f} to {estimate.high * scale:.{digits}f}"
+        return f"{estimate.low * scale:z.{digits}f} to {estimate.high * scale:z.{digits}f}"
 
     return Cell(name, text, usual=f"{10:.{digits}f} to {10:.{digits}f}")
 

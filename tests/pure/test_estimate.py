@@ -35,6 +35,7 @@ def test_wording() -> None:
         (Estimate(1.24, 1.1, 1.39).text("GB/s"), "1.24 GB/s (1.10 to 1.39)"),
         (Estimate(0.123, 0.1, 0.15).text("%", 100, 0), "12% (10 to 15)"),
         (Estimate(0.123).text("%", 100), "12.3% (no interval)"),
+        (Estimate(-0.3, -0.62, -0.004).text("%", 100, 0), "-30% (-62 to 0)"),
         (Estimate(1.123, 1.08, 1.171).as_factor(unit="x slower"), "1.12x slower (1.08 to 1.17)"),
         (Estimate(1.004, 1.002, 1.006).as_factor(unit="x"), "1.004x (1.002 to 1.006)"),
         (Estimate(2).as_factor(most=1), "2.00 times (no interval)"),

@@ -91,6 +91,7 @@ def test_an_interval_is_shown_by_its_ends() -> None:
     second = table.row(case(step_s=Estimate(1.0, -0.0058, 0.0934)))
     assert (first.split(), second) == (["1.00", "-"], "1.00    -5.8 to 93.4")
     assert len(first) == len(second)
+    assert columns["95% ci\n(ms)"](case(step_s=Estimate(-0.001, -0.002, -0.00004))) == "-2.0 to 0.0"
 
 
 def test_digits_depend_on_the_uncertainty() -> None:
