@@ -102,17 +102,12 @@ def test_messages_in_steps_that_one_rank_did_not_trace(tmp_path: Path) -> None:
 
 def measured(name: str, size: int, *time: float, **changes: Any) -> dict[str, Any]:
     """A case of collectives.py on 2 ranks. In place takes twice as long."""
-    key: dict[str, Any] = {
-        "collective": name,
-        "dtype": "float32",
-        "redop": "sum",
-        "groups": "world",
-    }
-    key |= {"group_ranks": 2, "size_bytes": size}
+    key = {"collective": name, "dtype": "float32", "redop": "sum", "groups": "world"}
+    numbers = {"group_ranks": 2, "size_bytes": size}
     twice = [2 * seconds for seconds in time]
     metrics = {"out_of_place_time_s": estimate(*time), "in_place_time_s": estimate(*twice)}
     whole = reports.case(f"{name} {size} {changes}")
-    return whole | {"key": key | changes, "ranks": [0, 1], "metrics": metrics}
+    return whole | {"key": key | numbers | changes, "ranks": [0, 1], "metrics": metrics}
 
 
 def scan(path: Path, *cases: dict[str, Any], hosts: tuple[str, ...] = ("vm", "vm")) -> str:
@@ -133,27 +128,18 @@ def test_ratio_to_the_times_alone(tmp_path: Path) -> None:
     but less than 2.00 of 30.2%."""
     gathers = [measured("all_gather", 2 * 2**20, 2.5e-4, 2.5e-4, 2.5e-4)]
     against = scan(tmp_path / "c.jsonl", *all_reduces(), *gathers)
-    paths = save_ranks(tmp_path, rank_of_two(700), rank_of_two(0), hosts=["vm", "vm"])
+    tiny = collective("allreduce", 7000, 100, 1)  # it has a separate row without a ratio
+    paths = save_ranks(tmp_path, rank_of_two(700, tiny), rank_of_two(0, tiny), hosts=["vm", "vm"])
     rows = bandwidths(*paths, "--against", against)
     assert rows["all_reduce"][-4:] == ["30.2", "1.5", "2.00", "1.58 to 2.50"]
     assert rows["all_gather"][-4:] == ["10.1", "0.25", "4.00", "4.00 to 4.00"]
-    what = "it takes 2.00 times (1.58 to 2.50) as long as in isolation, and 30.2% of the step"
-    assert remarks(*paths, "--against", against)[-1] == f"# all_reduce of dp matters most: {what}"
-
-
-def test_nothing_is_extrapolated(tmp_path: Path) -> None:
-    """Calls outside the measured range have a separate row without a ratio."""
-    against = scan(tmp_path / "c.jsonl", *all_reduces())
-    tiny = collective("allreduce", 7000, 100, 1)
-    paths = save_ranks(tmp_path, rank_of_two(0, tiny), rank_of_two(0, tiny), hosts=["vm", "vm"])
-    rows = bandwidths(*paths, "--against", against)
-    assert rows["all_reduce"][-4:] == ["30.2", "1.5", "2.00", "1.58 to 2.50"]
     assert rows["all_reduce*"][1:4] == ["1", "4", "0.1"]
-    assert rows["all_reduce*"][-3:] == rows["all_gather"][-3:] == ["-", "-", "-"]
+    assert rows["all_reduce*"][-3:] == ["-", "-", "-"]
+    *lines, last = remarks(*paths, "--against", against)
     what = "4 bytes are outside the measured range, 1M to 3M"
-    lines = remarks(*paths, "--against", against)
     assert f"# not compared: all_reduce of dp, 2 of 6 calls: {what}" in lines
-    assert "# not compared: all_gather of dp, 2 of 2 calls: it was not measured" in lines
+    what = "it takes 2.00 times (1.58 to 2.50) as long as in isolation, and 30.2% of the step"
+    assert last == f"# all_reduce of dp matters most: {what}"
 
 
 def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
@@ -163,6 +149,7 @@ def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
     lines = remarks(*paths, "--against", against)
     what = "it was measured on 2 ranks of 2 hosts (1 each), not on 2 ranks of one host"
     assert f"# not compared: all_reduce of dp, 4 of 4 calls: {what}" in lines
+    assert "# not compared: all_gather of dp, 2 of 2 calls: it was not measured" in lines
     assert lines[-1] == "# no collective of these traces can be compared"
     apart = remarks(*paths, "--against", against, "--gpus-per-node", "1")
     matters = "# all_reduce of dp matters most: it takes 2.00 times (1.58 to 2.50)"

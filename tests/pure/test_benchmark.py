@@ -80,7 +80,7 @@ def test_an_impossible_result_is_disturbed_or_implausible() -> None:
 
 
 def test_a_turn_without_pipes_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     for pipes in ("x", "/nowhere:/dev/null", "a:b:c"):
         for name in ("RANK", "SLURM_PROCID"):
@@ -91,14 +91,11 @@ def test_a_turn_without_pipes_is_refused_in_one_line(
         expected = "expected two named pipes, which ab.py --interleave sets"
         told = f"TORCHRUN_BENCH_TURN: {expected}, got {pipes!r}; try unset TORCHRUN_BENCH_TURN\n"
         assert capsys.readouterr().err.endswith(f": error: {told}")
-
-
-def test_the_turns_of_two_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipes = [str(tmp_path / name) for name in "ab"]
-    for pipe in pipes:
+    two = [str(tmp_path / name) for name in "ab"]
+    for pipe in two:
         os.mkfifo(pipe)
-    monkeypatch.setenv("TORCHRUN_BENCH_TURN", ":".join(pipes))
-    assert turns.find_pipes() == pipes
+    monkeypatch.setenv("TORCHRUN_BENCH_TURN", ":".join(two))
+    assert turns.find_pipes() == two
 
 
 def test_a_sentence_is_folded_on_a_terminal() -> None:

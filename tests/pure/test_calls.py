@@ -53,9 +53,6 @@ def test_the_late_rank_is_named_by_cost_and_not_by_count(tmp_path: Path) -> None
     assert remarks(*paths) == [f"# rank 1 {line}"]
     paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1), hosts=["vm7", "vm8"])
     assert remarks(*paths) == [f"# rank 1 on vm8 {line}"]
-
-
-def test_equal_traces_name_no_rank(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, late_by_cost(1), late_by_cost(1))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
     assert remarks(*paths) == [NONE]
@@ -302,10 +299,7 @@ def test_calls_are_matched_by_seq(tmp_path: Path) -> None:
         "# left out 3 calls of dp that some traces do not contain",
         f"{NONE} {compared}of a step)",
     ]
-
-
-def test_profiler_windows_that_start_at_different_steps(tmp_path: Path) -> None:
-    """Rank 1's profiler started one step later: 8 of its calls are in the trace of rank 0."""
+    # rank 1's profiler started one step later: 8 of its calls are in the trace of rank 0
     paths = save_ranks(tmp_path, gathers(), gathers(windows=1))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
     assert remarks(*paths)[0] == "# left out 8 calls of dp that some traces do not contain"

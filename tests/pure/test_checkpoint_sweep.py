@@ -74,9 +74,8 @@ def test_the_answer_does_not_rank_modes() -> None:
         "b, 2.00% (1.80 to 2.20) with a; these were timed one after the other; use analysis/ab.py "
         "to compare them"
     )
-    one = checkpoint_sweep.answer(cases[:1])
+    one, queues = (checkpoint_sweep.answer(some) for some in (cases[:1], cases[2:]))
     assert one.endswith(" costs 2.00% (1.80 to 2.20) of training time with a")
-    queues = checkpoint_sweep.answer(cases[2:])
     assert queues == "ddp into /x: no upload ends within 10 min"
 
 

@@ -111,6 +111,10 @@ def test_a_rank_without_lines() -> None:
     assert told(of_all([0, 1, 2], 12), world_size=4)[0] == (3,)
     # the log of the second of two nodes says nothing about the first one
     assert told(of_all(range(8, 16), 12))[0] == ()
+    # the second line of a rank that waits, with the last enqueued work, was cut off
+    assert told(timeout(1, 12)[:1])[0] == ()
+    healthy = timeout(1, 12)[1] + " timeout, WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=1)"
+    assert told([healthy]) == ((), "")
 
 
 @pytest.mark.parametrize("end", [1.0, 0.995, 0.7, 0.4])
@@ -203,6 +207,14 @@ def test_calls_that_differ() -> None:
     assert told([*timeout(0, 9), *timeout(1, 9, numel=7)])[0] == (0, 1)  # a tie names both
     uneven = [line for rank in range(3) for line in timeout(rank, 9, "ALLTOALL_BASE", 10 * rank)]
     assert told([*uneven, signal(3, 8)])[0] == (3,)
+    dtypes = ("Float", "Float", "Double")
+    ranks, sentence = told(mismatch(r, 0, "ALLREDUCE", dtype=d) for r, d in enumerate(dtypes))
+    assert ranks == (2,)
+    assert "rank 2: all_reduce 7 of shape [10, 3], Double; ranks 0, 1: " in sentence
+    # either rank 0 called one collective too many, or the others are stuck: no rank is named
+    ranks, sentence = told([*timeout(0, 11), *(signal(rank, 10) for rank in range(1, 8))])
+    assert ranks == ()
+    assert "cannot tell" in sentence
 
 
 def test_ranks_that_wait_in_another_group_are_not_the_cause() -> None:
@@ -215,14 +227,6 @@ def test_ranks_that_wait_in_another_group_are_not_the_cause() -> None:
     # without a prefix, the ranks of a group other than the default one are unknown
     bare = [line.partition("]:")[2] for line in inner]
     assert told(bare)[0] == ()
-
-
-def test_one_rank_ahead_of_the_others() -> None:
-    """Either it called one collective too many, or the others are stuck: no rank is named."""
-    lines = [*timeout(0, 11), *(signal(rank, 10) for rank in range(1, 8))]
-    ranks, sentence = told(lines)
-    assert ranks == ()
-    assert "cannot tell" in sentence
 
 
 def mismatch(
@@ -456,13 +460,6 @@ def test_sends_and_receives_are_not_compared() -> None:
         assert told(lines)[0] == (2,)
 
 
-def test_a_rank_that_waits_is_not_behind() -> None:
-    """Its second line, with the last enqueued work, was cut off."""
-    assert told(timeout(1, 12)[:1])[0] == ()
-    healthy = timeout(1, 12)[1] + " timeout, WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=1)"
-    assert told([healthy]) == ((), "")
-
-
 def test_ranks_within_a_group_are_not_named_as_global_ranks() -> None:
     """Ranks 4 and 5 are ranks 0 and 1 of their group."""
     first = mismatch(0, 1, "ALLREDUCE", "BROADCAST", at=4)
@@ -475,14 +472,6 @@ def test_ranks_within_a_group_are_not_named_as_global_ranks() -> None:
     ranks, sentence = told([barrier])
     assert ranks == ()
     assert "global ranks" in sentence
-
-
-def test_calls_that_differ_in_the_type_only() -> None:
-    dtypes = ("Float", "Float", "Double")
-    lines = [mismatch(rank, 0, "ALLREDUCE", dtype=dtype) for rank, dtype in enumerate(dtypes)]
-    ranks, sentence = told(lines)
-    assert ranks == (2,)
-    assert "rank 2: all_reduce 7 of shape [10, 3], Double; ranks 0, 1: " in sentence
 
 
 def test_the_summary_of_torchrun() -> None:

@@ -46,7 +46,7 @@ def imports_of(path: Path) -> set[str]:
 USES = {name_of(path): imports_of(path) for path in FILES}
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_one_way_and_in_no_circle() -> None:
     """benchmarks -> harness -> common, and scripts do not import each other. Nothing else imports
     harness/observe/, so that it can be deleted."""
     for module, used in USES.items():
@@ -55,8 +55,6 @@ def test_imports_point_one_way() -> None:
         if not module.startswith("harness.observe."):
             assert not [name for name in used if name.startswith("harness.observe")], module
 
-
-def test_no_cycles() -> None:
     def reach(module: str, seen: set[str]) -> set[str]:
         for used in USES[module] - seen:
             seen |= {used} | reach(used, seen | {used})

@@ -88,15 +88,13 @@ def test_a_port_in_use(by_hand: pytest.MonkeyPatch) -> None:
             assert f"expected a free port (Address already in use), got '{port}'" in line
 
 
-def test_too_few_files_are_allowed(by_hand: pytest.MonkeyPatch) -> None:
+def test_too_few_files_and_a_network_without_loopback(by_hand: pytest.MonkeyPatch) -> None:
     """32 files plus 2 for each of 2 ranks are needed, 64 plus 16 for each are recommended."""
-    by_hand.setattr(join, "raise_file_limit", lambda needed: 35)
-    allowed = f"a rank needs at least 36 open files; {socket.gethostname()} allows 35"
-    assert str(refused(join.join, "cpu")) == f"{allowed}; try ulimit -n 96"
-
-
-def test_a_network_without_loopback(by_hand: pytest.MonkeyPatch) -> None:
-    """As under `unshare -n`. torch itself would print C++ frames and wait."""
+    with by_hand.context() as patch:
+        patch.setattr(join, "raise_file_limit", lambda needed: 35)
+        allowed = f"a rank needs at least 36 open files; {socket.gethostname()} allows 35"
+        assert str(refused(join.join, "cpu")) == f"{allowed}; try ulimit -n 96"
+    # as under `unshare -n`; torch itself would print C++ frames and wait
     by_hand.setattr(join, "address_towards", lambda host: "")
     line = str(refused(join.join, "cpu"))
     assert "the loopback interface is down; try `ip link set lo up`" in line

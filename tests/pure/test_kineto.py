@@ -272,6 +272,17 @@ def test_the_text_is_read_event_by_event() -> None:
     assert parsed('{"traceEvents" :[ ] }') == ([], {"traceEvents": []})
     raw = '{"traceEvents":[{"ph":"X","name":"\x07"}]}'  # Kineto does not escape it
     assert parsed(raw)[0] == [{"ph": "X", "name": "\x07"}]
+    whole_text = '{"a": 1, "traceEvents": [{"ph": "X"}, {"ph": "M"}], "b": [2] }'
+    assert parsed(whole_text)
+    for end in range(1, len(whole_text)):
+        with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+            parsed(whole_text[:end])
+    for text in ("[]", "[7]", '[{"a": 1}]', "7", '{"a": 1}', '{"traceEvents": {"a": 1}}'):
+        with pytest.raises(kineto.NotATrace, match="JSON without traceEvents"):
+            parsed(text)
+    for text in ('{"traceEvents": []} x', '{"traceEvents": [],}', "{,}"):
+        with pytest.raises(json.JSONDecodeError):
+            parsed(text)
 
 
 def test_other_forms_of_a_trace(tmp_path: Path) -> None:
@@ -283,23 +294,6 @@ def test_other_forms_of_a_trace(tmp_path: Path) -> None:
     assert mean(str(path)) == expected
     path.write_text(re.sub(r'("(ts|dur|In msg nelems)": )(\d+)', r'\1"\3"', text))
     assert mean(str(path)) == expected
-
-
-def test_a_trace_that_is_cut_off() -> None:
-    whole = '{"a": 1, "traceEvents": [{"ph": "X"}, {"ph": "M"}], "b": [2] }'
-    assert parsed(whole)
-    for end in range(1, len(whole)):
-        with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
-            parsed(whole[:end])
-
-
-def test_json_that_is_not_a_trace_and_invalid_json() -> None:
-    for text in ("[]", "[7]", '[{"a": 1}]', "7", '{"a": 1}', '{"traceEvents": {"a": 1}}'):
-        with pytest.raises(kineto.NotATrace, match="JSON without traceEvents"):
-            parsed(text)
-    for text in ('{"traceEvents": []} x', '{"traceEvents": [],}', "{,}"):
-        with pytest.raises(json.JSONDecodeError):
-            parsed(text)
 
 
 # -- size ------------------------------------------------------------------------------------------
