@@ -18,14 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.logs import series
-from analysis.runs.load import LAST_DIGIT, Row, Run, number_of
+from analysis.runs.load import DECIMALS, LAST_DIGIT, Row, Run, number_of
 from analysis.show import unit_of
 
 Side = Sequence[tuple[Run, Row | None]]  # the runs of BASE or TEST, each with its row for a case
 
 SURE_BITS = 40.0  # equal samples with less information than this may be equal by chance
 SHARE = 0.9  # of the samples of the shorter run that the longer one has, too, if it is a copy
-DECIMALS = 12  # resolution of reports that store all digits, in decimals of a second
 FINEST = 1e-5  # of the median: smaller differences come from a conversion
 LEAST_SCATTER = 0.01  # of single times in different runs, relative: the scatter that is assumed
 LEAST_NOISE = 0.001  # the same for the times of one step in runs whose steps go together
@@ -232,15 +231,9 @@ def samples_of(row: Row | None) -> Samples | None:
     if row is None or not len(row.times_s):
         return None
     values = np.asarray(row.times_s, dtype=np.float64)
-    share = number_of(row.metrics.get(LAST_DIGIT))
-    if share:
-        values = 1 / values if row.measure.startswith("1 /") else values
-        return Samples(values, share * float(np.median(values)))
-    for decimals in range(DECIMALS):
-        scaled = values * 10.0**decimals
-        if np.all(np.abs(scaled - np.round(scaled)) < 1e-3):
-            return Samples(values, 10.0**-decimals)
-    return Samples(values, 10.0**-DECIMALS)
+    if LAST_DIGIT in row.metrics and row.measure.startswith("1 /"):
+        values = 1 / values
+    return Samples(values, row.last_digit * float(np.median(values)) or 10.0**-DECIMALS)
 
 
 # -- cases with a single time or with few samples --------------------------------------------------

@@ -47,6 +47,7 @@ LOAD_ENDING = ".load"  # file with the load during a run, next to its report
 MAX_SEEN = 200_000  # files of any kind in a folder with reports or logs
 MAX_FOREIGN_BYTES = 2**28  # of a report of another program, which is read as a whole
 NEVER = datetime.min.replace(tzinfo=UTC)  # the start of a run without one
+DECIMALS = 9  # of seconds, in reports that store all digits
 SHORTEST_S, LONGEST_S = 1e-12, 1e9  # plausible times of a case
 Value = str | float | Estimate  # an estimated number has an interval
 PYTORCH = "PyTorch's DDP benchmark"
@@ -462,6 +463,8 @@ def timed(case: Case, measure: str | None) -> Row:
         row.time_s = time_of_blocks(row.times_s, row.rounds)
         has_blocks = has_rounds(row.times_s, row.rounds) and len(row.rounds) >= MIN_ROUNDS
         row.time_is = BY_ROUNDS if has_blocks else BY_ITERATIONS
+        if row.time_s > 0:
+            row.last_digits.setdefault(row.measure, resolution(row.times_s) / row.time_s)
         return row
     times_first = sorted(row.metrics, key=lambda name: unit_of(name).name != "s")
     for name in [measure] if measure else times_first:
@@ -475,8 +478,20 @@ def timed(case: Case, measure: str | None) -> Row:
             is_rate = unit_of(name).name in RATES
             row.measure, row.time_is = f"1 / {name}" if is_rate else name, BY_SCRIPT
             row.time_s = 1 / value if is_rate else value
+            row.last_digits.setdefault(name, resolution([value]) / value)
             break
     return row
+
+
+def resolution(times_s: Sequence[float]) -> float:
+    """One unit in the last digit of times in seconds; 0 if they have nanoseconds, as in reports of
+    this project."""
+    times = np.asarray(times_s)
+    for decimals in range(DECIMALS):
+        scaled = times * 10.0**decimals
+        if np.all(np.abs(scaled - np.round(scaled)) <= np.minimum(1e-3, 1e-7 * scaled)):
+            return 10.0**-decimals
+    return 0.0
 
 
 def time_of_blocks(

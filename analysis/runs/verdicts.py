@@ -123,7 +123,7 @@ class Result:
     enough: bool = True  # whether there are enough runs for a verdict
     disturbed: bool = False  # whether too few runs count, and only because of the load
     left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> reason
-    # relative rounding error of the numbers in the logs of BASE and of TEST
+    # relative rounding error of the numbers of BASE and of TEST
     rounding: tuple[float, float] = (0.0, 0.0)
     # position of each run that does not count for this case -> reason
     base_why: dict[int, str] = field(default_factory=dict)
@@ -407,10 +407,10 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
 
 
 def rounding_of(rows: Sequence[Row]) -> float:
-    """The relative rounding error of printed numbers: half a unit of the last digit.
+    """The relative rounding error of numbers: half a unit of the last digit.
 
-    The most precise log counts, since 0.4 may stand for 0.40. The error is 0 for reports, which
-    store all digits.
+    The most precise run counts, since 0.4 may stand for 0.40. The error is 0 for reports of this
+    project, which have nanoseconds.
     """
     return min((row.last_digit / 2 for row in rows), default=0.0)
 
@@ -522,6 +522,10 @@ def mean_of(cases: Sequence[Result]) -> Result | None:
     mean = Result(full[0].benchmark, {}, f"geometric mean of {len(full)} cases")
     mean.base_s = geometric_means([case.base_s for case in full])
     mean.test_s = geometric_means([case.test_s for case in full])
+    mean.rounding = (
+        fmean(case.rounding[0] for case in full),
+        fmean(case.rounding[1] for case in full),
+    )
     mean.base_sessions, mean.test_sessions = full[0].base_sessions, full[0].test_sessions
     mean.enough = all(case.enough for case in full)
     mean.disturbed = not mean.enough and all(case.enough or case.disturbed for case in full)
@@ -716,7 +720,7 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
         return "undecided", f"the interval excludes 1, but {why}"
     if max(case.rounding) > margin / 4:
         off = f"{100 * max(case.rounding):.2g}%"
-        return "undecided", f"the logs print so few digits that a number may be off by {off}"
+        return "undecided", f"numbers have so few digits that they may be off by {off}"
     if low <= 1 <= high:
         return "undecided", "the interval contains 1, but extends beyond the margin"
     if case.ratio < least or case.ratio > most:

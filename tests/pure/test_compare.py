@@ -1,5 +1,6 @@
 """analysis/compare.py: verdicts, printed lines, and when a gate passes."""
 
+import itertools
 import json
 import math
 import re
@@ -320,6 +321,25 @@ def test_pytorchs_ddp_benchmark_is_compared_with_ddp_sweep(tmp_path: Path) -> No
     assert "no case is on both sides" in run(*words).stderr
     done = run(*words, "--ignore-key", "dtype")
     assert "# environment: key.dtype: default in BASE, fp32 in TEST" in done.stdout
+
+
+@pytest.mark.parametrize("is_pytorch", [False, True])
+def test_rounded_samples_widen_the_interval(tmp_path: Path, is_pytorch: bool) -> None:
+    """0.33 and 0.34 s are 1.0303 apart, and each may be off by 0.005: 1.5152% and 1.4706%. The
+    interval without any scatter is 1.0303 * (1 - 0.015152) * (1 - 0.014706) = 0.9998 to 1.062."""
+    for side, number in itertools.product((0, 1), range(3)):
+        path, times = tmp_path / f"{side}{number}.json", [0.33 + 0.01 * side] * 20
+        if is_pytorch:
+            result = [{"ranks": [0], "measurements": times}]
+            entry = {"model": "resnet18", "batch_size": 8, "result": result}
+            about = {"distributed_backend": "gloo", "bucket_size": 25, "cuda_version": str(path)}
+            path.write_text(json.dumps(about | {"benchmark_results": [entry]}))
+        else:
+            write(path, case("no ddp", times))
+    done = run("compare.py", f"{tmp_path}/0*.json", "--test", f"{tmp_path}/1*.json")
+    row = r"^no ddp +330.0 ms +340.0 ms +1.03x slower +0.9998 to 1.062 +undecided"
+    assert re.search(row, done.stdout, re.MULTILINE), done.stdout
+    assert "undecided: numbers have so few digits that they may be off by 1.5%" in done.stdout
 
 
 def test_no_control_sequence_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_runs_of_test_in_which_the_case_failed_or_is_missing(tmp_path: Path) -> 
         (case("another"), 2, "slower", 0, "same"),  # `another` is new and does not count
     ):
         for i in range(6):
-            write(test / f"{i}.jsonl", bad if i < count else case("no ddp", [1.0]))
+            write(test / f"{i}.jsonl", bad if i < count else case("no ddp", [1.000001]))
         done = run("compare.py", base, "--test", str(test), "--fail-on", fail_on)
         assert done.returncode == status, done.stdout
         assert re.search(rf"^no ddp .*\b{verdict}(?: \[one session\])?$", done.stdout, re.MULTILINE)
@@ -161,7 +161,8 @@ def test_two_quiet_runs_a_side_are_enough(tmp_path: Path) -> None:
     for side, times in (("a", [1.0, 1.001, 1.3]), ("b", [1.2, 1.201, 1.5])):
         for number, seconds in enumerate(times):
             others = [[1.0 if number == 2 else 0.2, 2]]
-            write(tmp_path / side / f"{number}.jsonl", case("x", [seconds]), others=others)
+            times = [seconds * 0.999999]
+            write(tmp_path / side / f"{number}.jsonl", case("x", times), others=others)
     status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
     assert status == 1
     assert re.search(r"^x +1.000 s +1.200 s +1.20x slower .* slower$", printed, re.MULTILINE)
