@@ -21,6 +21,7 @@ from harness.report import Case
 WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
 MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
 MIN_MODE_SAMPLES = 5  # of each mode
+MIN_LONGER = 1.05  # mean of all steps over their typical time, from which a line says so
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time
 LAUNCH_HINT = (
     "launch-bound: launching the kernels takes the host over 90% of the time, so this measures "
@@ -90,18 +91,22 @@ def modes(samples: ArrayLike) -> list[tuple[float, float]]:
 
 def two_modes(case: Case) -> list[str]:
     """Return a line if the step has two modes, such as 0.3 ms, and 3.6 ms for a call that waits for
-    a core. The median then belongs to neither, or ignores one of them, and so does a rate that is
-    derived from it: the line adds the rate over all iterations."""
+    a core, or if for another reason it takes longer on average than the median says: some steps
+    stall, or there are three modes. A rate that is derived from the median is then none at which
+    the model was trained: the line adds the rate over all iterations."""
     times_s = slowest_s(case)
     both = [] if case.failed else modes(times_s)
-    if not both:
-        return []
-    line = "two modes: " + ", ".join(f"{show_seconds(x)} ({share:.0%})" for x, share in both)
+    lines = [", ".join(f"{show_seconds(x)} ({share:.0%})" for x, share in both)] if both else []
+    lines = [f"two modes: {line}" for line in lines]
     rate, step = (case.metrics.get(name) for name in ("samples_per_s", "step_s"))
-    if isinstance(rate, Estimate) and isinstance(step, Estimate):
-        overall = rate.value * step.value * len(times_s) / sum(times_s)
-        line += f"; over all iterations {significant(overall)} samples/s"
-    return [line]
+    if len(times_s) and isinstance(rate, Estimate) and isinstance(step, Estimate):
+        longer = sum(times_s) / len(times_s) / step.value
+        overall = rate.value / longer
+        below = rate.value if rate.low is None else rate.low
+        if both or overall < min(below, rate.value / MIN_LONGER):
+            lines = lines or [f"on average a step takes {longer:.2f} times this long"]
+            lines[0] += f"; over all iterations {significant(overall)} samples/s"
+    return lines
 
 
 def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes: list[int]) -> str:
