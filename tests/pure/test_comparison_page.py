@@ -277,21 +277,16 @@ def test_the_plot_has_every_run(tmp_path: Path) -> None:
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert texts == ["same", "slower", "faster"]
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == list(NAMES)
-
-
-def test_runs_that_were_disturbed_alike_are_hollow(tmp_path: Path) -> None:
-    base = load([side(tmp_path / "base", [1, 1, 1], 1, 3, others=[[1.5, 2]])])
-    test = load([side(tmp_path / "test", [1, 1, 1], 2, 3, others=[[1.5, 2]])])
+    # runs that were disturbed alike are hollow
+    base, test = (load([side(tmp_path / x, [1, 1, 1], 1, 3, others=[[1.5, 2]])]) for x in "cd")
     (figure,) = all_runs(compare(base, test, Design(paired=True)), ("BASE", "TEST"))
     assert {face for _, _, face in points(figure, "o")} == {"none"}
     assert points(figure, "x") == []
-
-
-def test_cases_measured_on_one_side_are_in_the_plot(tmp_path: Path) -> None:
-    (figure,) = all_runs(compared(tmp_path, change=fails_or_is_missing), ("BASE", "TEST"))
+    # cases that were measured on one side count, but have no counterpart
+    (figure,) = all_runs(compared(tmp_path / "e", change=fails_or_is_missing), ("BASE", "TEST"))
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert texts == ["same", "missing", "failed", "new"]
-    assert points(figure, "x") == []  # they count, but have no counterpart
+    assert points(figure, "x") == []
     assert len(points(figure, "D")) == 1
 
 

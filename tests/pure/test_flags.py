@@ -1,8 +1,12 @@
-"""Each flag in a message is accepted by the script, or by the program that the message names."""
+"""Each flag in a message is accepted by the script, or by the program that the message names.
+--help imports no slow package."""
 
 import ast
 import importlib
+import json
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +19,7 @@ from common.stats import Estimate
 from harness import cli
 from harness.observe.hints import hints
 from harness.report import Case, load
-from tests.process import ROOT
+from tests.process import ROOT, environment
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
 SHARED = sorted({*ROOT.glob("common/*.py"), *ROOT.glob("harness/**/*.py")})
@@ -68,26 +72,13 @@ def refused(text: str, flags: set[str], kind: re.Pattern[str] = FLAG) -> list[st
 
 @cache
 def messages(path: Path) -> list[str]:
-    """The texts with blanks of a file without its docstrings, f-strings with `{}` for values."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        kinds = ast.FunctionDef | ast.ClassDef | ast.Module
-        if isinstance(node, kinds) and ast.get_docstring(node):
-            node.body = node.body[1:]
-    texts: list[str] = []
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.JoinedStr):
-            parts = [getattr(part, "value", "") for part in node.values]
-            texts.append("".join(part if isinstance(part, str) else "{}" for part in parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            texts.append(node.value)
-        for child in ast.iter_child_nodes(node):
-            if not (isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant)):
-                visit(child)
-
-    visit(tree)
-    return [text for text in texts if " " in text.strip()]
+    """The texts with blanks of a file without its docstrings; f-strings are one text."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+    whole = [node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+    texts = [ast.unparse(node) for node in whole if id(node) not in parts]
+    return [text for text in texts if " " in text]
 
 
 def imported(path: Path) -> list[Path]:
@@ -139,3 +130,41 @@ def test_a_script_accepts_the_flags_in_its_answers(path: Path) -> None:
     report = load(str(path), lambda _, case: case.samples_s.clear())
     for answer in report.end["answer"]:
         assert refused(answer, flags_of(report.benchmark)) == []
+
+
+# These take seconds to import. A script imports them only after its flags are parsed.
+SLOW = (
+    *("torchvision", "transformers", "matplotlib", "torch._dynamo", "torch._inductor"),
+    *("torch.distributed.pipelining", "benchmarks.workloads.axes"),
+)
+
+# Each script runs in a fork of a process that has imported what all of them import.
+PROBE = """
+import json, os, runpy, sys
+import torch.distributed.fsdp, torch.distributed.rpc
+before = set(sys.modules)
+out = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+for script in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv, sys.path[0] = [script, "--help"], os.path.dirname(script)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        line = [os.path.basename(script), end.code or 0, sorted(set(sys.modules) - before)]
+        os.write(out, json.dumps(line).encode() + b"\\n")
+    os._exit(0)
+"""
+
+
+def test_nothing_slow_is_imported() -> None:
+    paths = [str(ROOT / "benchmarks" / f"{name}.py") for name in SCRIPTS]
+    command = [sys.executable, "-c", PROBE, *paths]
+    env = environment(CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    found = {}
+    for script, status, imported in map(json.loads, done.stdout.splitlines()):
+        found[script] = status, [name for name in imported if name.startswith(SLOW)]
+    assert found == {f"{name}.py": (0, []) for name in SCRIPTS}
