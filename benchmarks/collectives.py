@@ -32,7 +32,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
 from common.groups import Group, Job, barrier_before_new_group, connect
-from common.stats import Estimate, Samples, Times, median
+from common.stats import MIN_ROUNDS, Estimate, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Collected, Step, Workload
 from harness.benchmark import Answer, Benchmark, Implausible, Key, Planned, Sentence
@@ -67,9 +67,10 @@ TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", 
 ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
 MAX_SIZES = 10_000  # per table
 EARLY = 1 / 4  # size of the first blocks of a case, as a fraction of the others
-VISITS = 2  # of a size whose interval is wide, with --total-seconds
-MIN_VISIT_S = 0.05  # shorter visits consist of overhead
-TIMED = 0.7  # share of a visit for the timing; the rest is for warming up and checking
+MIN_VISIT_S = 0.05  # with --total-seconds; shorter visits consist of overhead
+TIMED = 0.7  # share of a size's first visit for the timing; the rest is for warming up and checking
+TIMED_AGAIN = 0.9  # of its second visit
+NO_INTERVAL = 1.0  # relative width that a time without an interval counts as
 MAX_CALLS = 20  # per sample on CUDA, without -n
 SAMPLE_BYTES = 2**32  # limit on the bytes of a sample, without -n
 UNSURE = 0.5  # half-width of an interval, as a fraction of the time, beyond which it is too wide
@@ -206,8 +207,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--total-seconds",
         type=cli.positive_float,
         metavar="S",
-        help="time for all sizes of a table: all of them share half of it, and those whose "
-        "intervals are still wide share the rest (default: --max-seconds for each)",
+        help="time for all sizes of a table: all of them share half of it, and those with the "
+        "widest intervals share the rest (default: --max-seconds for each)",
     )
     network.add_flag(parser)
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
@@ -407,11 +408,20 @@ def cycling(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Calla
 # [/core]
 
 
+@dataclass
+class Visit:
+    """What a rank has measured of a size, for a second visit."""
+
+    collected: Collected = field(default_factory=Collected)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
 def build(
-    job: Job, args: argparse.Namespace, earlier: dict[int, Collected], key: Key, group: Group
+    job: Job, args: argparse.Namespace, visits: dict[int, Visit], key: Key, group: Group
 ) -> Workload:
     """Call the collective on consecutive buffers, out of place and in place. With -G, a step is the
-    replay of a graph that contains the calls of a sample. earlier: the samples of each size."""
+    replay of a graph that contains the calls of a sample. visits: by size, filled by this one."""
+    visit = visits.setdefault(key["size_bytes"], Visit())
     operation = OPERATIONS[key["collective"]]
     rank, n = dist.get_rank(group.workload), key["group_ranks"]
     part, calls = key["count"], key["calls"]
@@ -426,7 +436,10 @@ def build(
 
     def facts() -> dict[str, Any]:
         """Number of wrong values in each variant, and the start-up times of the first case."""
-        found: dict[str, Any] = {"start_up": start_up.start_up_of(job, group)}
+        found = visit.facts
+        if found:
+            return found
+        found["start_up"] = start_up.start_up_of(job, group)
         for variant in operation.variants:
             found[variant] = 0
             for _ in range(args.check):
@@ -440,7 +453,7 @@ def build(
         calls_per_sample=key["cudagraph"] or calls,
         facts=facts,
         launches=True,
-        collected=earlier.setdefault(key["size_bytes"], Collected()),
+        collected=visit.collected,
     )
 
 
@@ -795,6 +808,25 @@ def answer_beside(cases: list[Case]) -> str:
     return f"{pair}: {cost}; one after the other, {case.metrics['in_turn_over_longer']:.2f} times"
 
 
+def divide(rest_s: float, widths: Sequence[float], spent_s: Sequence[float]) -> list[float]:
+    """Divide the rest of the time among sizes, so that the sum of their widths becomes smallest.
+
+    A width falls with the square root of the time t, as c / sqrt(t). The sum is smallest if all t
+    are proportional to c^(2/3). A size that has had more than that gets nothing. widths: of the
+    intervals after spent_s, both [sizes]; 0 if the size needs no more time.
+    """
+    needs = [(width**2 * spent) ** (1 / 3) for width, spent in zip(widths, spent_s, strict=True)]
+    total_s, chosen = [0.0] * len(needs), [n for n, need in enumerate(needs) if need]
+    while chosen:
+        unit = (rest_s + sum(spent_s[n] for n in chosen)) / sum(needs[n] for n in chosen)
+        total_s = [unit * need for need in needs]
+        kept = [n for n in chosen if total_s[n] > spent_s[n]]
+        if kept == chosen:
+            break
+        chosen = kept
+    return [total_s[n] - spent_s[n] if n in chosen else 0.0 for n in range(len(needs))]
+
+
 def measure(
     bench: Benchmark,
     args: argparse.Namespace,
@@ -802,41 +834,56 @@ def measure(
     groups: Groups,
     members: Sequence[int],
 ) -> None:
-    """Measure the cases of a table. With --total-seconds, they share half of this time, and those
-    whose intervals are still wide share the rest. Their rows are printed at the end."""
-    earlier: dict[int, Collected] = {}
-    make, fill_in = partial(build, bench.job, args, earlier), partial(derive, args, groups)
+    """Measure the cases of a table. With --total-seconds, they share half of this time, and the
+    rest is divided by the widths of their intervals. Their rows are printed at the end."""
+    visits: dict[int, Visit] = {}
+    make, fill_in = partial(build, bench.job, args, visits), partial(derive, args, groups)
     if args.beside:
         make, fill_in = partial(build_beside, bench.job, args, groups), partial(derive_beside, args)
     # a case with a narrow interval ends after its first six blocks
     rule = bench.rule if args.iters or args.beside else replace(bench.rule, early=EARLY)
-    begun, wide = time.monotonic(), list(cases)
-    for visit in range(VISITS if args.total_seconds else 1):
-        now, wide = wide, []
-        for number, planned in enumerate(now):
-            if args.total_seconds:
-                end_s = begun + args.total_seconds * (visit + 1) / VISITS
-                share_s = (end_s - time.monotonic()) / (len(now) - number)
-                seconds = bench.job.broadcast(min(TIMED * share_s, args.max_seconds))
-                if visit and seconds < MIN_VISIT_S:
-                    break
-                rule = replace(rule, max_seconds=max(seconds, MIN_VISIT_S), patience=1)
-            case = bench.measure(
-                planned.key,
-                planned.name,
-                make,
-                fill_in,
-                ranks=members,
-                subgroups=groups,
-                rule=rule,
-                again=visit > 0,
-                shown=not args.total_seconds,
+
+    def visit(planned: Planned, seconds: float | None = None, again: bool = False) -> Case | None:
+        limited = rule
+        if seconds:
+            seconds = min(seconds, args.max_seconds)
+            limited = replace(
+                rule, max_seconds=seconds, patience=1, planned_rounds=MIN_ROUNDS, early=1.0
             )
-            is_wide = case and not (case.failed or bench.report.is_earlier(case))
-            if case and is_wide and (width := width_of(case)) is not None:
-                is_wide = width > rule.target_ci
-            if args.total_seconds and bench.job.broadcast(is_wide):
-                wide.append(planned)
+        return bench.measure(
+            planned.key,
+            planned.name,
+            make,
+            fill_in,
+            ranks=members,
+            subgroups=groups,
+            rule=limited,
+            again=again,
+            shown=not seconds,
+        )
+
+    if not args.total_seconds:
+        for planned in cases:
+            visit(planned)
+        return
+    share, begun = bench.job.broadcast, time.monotonic()
+    widths, spent_s = [0.0] * len(cases), [0.0] * len(cases)  # valid on rank 0
+    for number, planned in enumerate(cases):
+        start = time.monotonic()
+        share_s = (begun + args.total_seconds / 2 - start) / (len(cases) - number)
+        case = visit(planned, share(max(TIMED * share_s, MIN_VISIT_S)))
+        spent_s[number] = time.monotonic() - start
+        if case and not (case.failed or bench.report.is_earlier(case)):
+            width = width_of(case)
+            width = NO_INTERVAL if width is None else width
+            widths[number] = width if width > rule.target_ci else 0.0
+    end = begun + args.total_seconds
+    shares = share(divide(max(0.0, end - time.monotonic()), widths, spent_s))
+    for number, planned in enumerate(cases):
+        left = max(0.0, end - time.monotonic()) / (sum(shares[number:]) or 1)
+        seconds = share(TIMED_AGAIN * shares[number] * left)
+        if seconds >= MIN_VISIT_S:
+            visit(planned, seconds, again=True)
     bench.show_measured()
 
 

@@ -23,7 +23,7 @@ from common.stats import MIN_ROUNDS, Times, iteration_times, median, same_distri
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case measures; parts have names of their own
 
-ROUNDS = 12  # number of rounds for which the time budget of a case is planned
+ROUNDS = 12  # default number of rounds for which the time budget of a case is planned
 MIN_SAMPLES = 6  # fewer give no 95% interval of a median
 LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up window
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
@@ -77,6 +77,7 @@ class StopRule:
     target_ci: float = 0.02
     max_seconds: float = 5.0
     rounds: int | None = None  # a fixed number of rounds, unless iters is given
+    planned_rounds: int = ROUNDS  # number of rounds that fill max_seconds
     # nothing is heard of a rank within a block, so a long one could look like a hang
     longest_block_s: float = 75.0
     full_warmup: bool = False  # True: run all warm-up iterations, however long they take
@@ -149,7 +150,11 @@ class TimedLoop:
     def run(self) -> Times:
         """Warm up, and time rounds until the stop rule is reached. All members of the group call
         it. Raises whatever a step raises."""
-        round_s = sum([self.warm_up(name) for name in self.steps])
+        if self.rounds:  # an earlier loop has warmed up; each block has its lead-in
+            calls = self.workload.calls_per_sample
+            round_s = sum(fmean(samples_s) * calls for samples_s in self.samples_s.values())
+        else:
+            round_s = sum([self.warm_up(name) for name in self.steps])
         differences = bool(self.workload.compared)
         block = self.group.broadcast(iterations_per_block(round_s, self.rule, differences))
         stop = ""
@@ -273,7 +278,7 @@ def iterations_per_block(round_s: float, rule: StopRule, differences: bool = Tru
     """Return the number of iterations of a block for which the planned rounds fill the budget.
     round_s: of one iteration of all steps. differences: whether the case shows the interval of a
     difference, which requires MIN_ROUNDS."""
-    rounds = rule.rounds or ROUNDS
+    rounds = rule.rounds or rule.planned_rounds
     round_s = max(round_s, 1e-9)
     longest = max(1, int(rule.longest_block_s / round_s))
     if rule.iters:

@@ -1,11 +1,12 @@
 """Compare the time and the intervals of collectives.py in two checkouts, in alternating runs.
 
     git worktree add /tmp/before COMMIT
-    python tests/sizes.py /tmp/before 5             on a quiet machine, 10 minutes
+    python tests/sizes.py /tmp/before 4 12 20       on a quiet machine, 8 minutes
 
-Runs `-b 8 -e 64M -f 2` on 2 ranks: as in the other checkout, as here, and here with
-`--total-seconds 8`. The width of a size is the relative half-width of the wider interval of its two
-variants; a size without an interval counts as 200%. Ratios are geometric means over sizes or runs.
+Runs `-b 8 -e 64M -f 2` on 2 ranks, 4 times: as in the other checkout, as here, and here with
+`--total-seconds 12` and `20`. The width of a size is the relative half-width of the wider interval
+of its two variants; a size without an interval counts as 200%. Ratios are geometric means over
+sizes or runs. `wide` is the mean number of sizes without an interval or with one wider than 50%.
 """
 
 import subprocess
@@ -40,21 +41,24 @@ def run(checkout: Path, flags: list[str]) -> tuple[float, list[float]]:
 
 
 def main() -> None:
-    before, rounds = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 5
+    before, rounds = Path(sys.argv[1]), int(sys.argv[2])
     kinds = {"before": (before, []), "now": (ROOT, list[str]())}
-    kinds["now, --total-seconds 8"] = (ROOT, ["--total-seconds", "8"])
+    for total in sys.argv[3:]:
+        kinds[f"now, --total-seconds {total}"] = (ROOT, ["--total-seconds", total])
     found: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in kinds}
     for number in range(rounds):
         for name in list(kinds)[:: 1 if number % 2 else -1]:
             found[name].append(run(*kinds[name]))
             print(f"# {name}: {found[name][-1][0]:.1f} s", file=sys.stderr, flush=True)
-    print("| | seconds | ratio | width | ratio |\n|---|---|---|---|---|")
+    print("| | seconds | ratio | width | ratio | wide |\n|---|---|---|---|---|---|")
     of_before = [np.log([s for s, _ in found["before"]]), np.log([w for _, w in found["before"]])]
     for name, runs in found.items():
         seconds, widths = np.log([s for s, _ in runs]), np.log([w for _, w in runs])
         ratios = [np.exp(np.mean(x - y)) for x, y in zip((seconds, widths), of_before, strict=True)]
         cells = f"{np.exp(np.mean(seconds)):.1f} | {ratios[0]:.2f}"
-        print(f"| {name} | {cells} | {np.exp(np.mean(widths)):.1%} | {ratios[1]:.2f} |")
+        wide = np.mean(np.sum(widths > np.log(collectives.UNSURE), axis=1))
+        cells += f" | {np.exp(np.mean(widths)):.1%} | {ratios[1]:.2f} | {wide:.1f}"
+        print(f"| {name} | {cells} |")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_groups_a_limit_and_a_lower_bound(bench: Callable[..., Any]) -> None:
 @pytest.mark.smoke
 def test_sizes_share_a_total_time(bench: Callable[..., Any]) -> None:
     """No interval is as narrow as 1e-6, so each size is visited twice, and its samples add up."""
-    limits = ("--total-seconds", "100", "--max-seconds", "0.5", "--target-ci", "1e-6")
+    limits = ("--total-seconds", "1000", "--max-seconds", "0.5", "--target-ci", "1e-6")
     run = bench(SCRIPT, "-b", "8", "-e", "32", *limits)
     assert run.status == 0, run.err
     lines = run.path.read_text().splitlines()

@@ -133,6 +133,22 @@ def measured(size: int, us: float, gb_per_s: float, width: float = 0.01) -> Case
     return Case(key=KEY | {"size_bytes": size, "device": "cpu"}, ranks=[0], metrics=metrics)
 
 
+@pytest.mark.parametrize(
+    ("rest_s", "widths", "spent_s", "shares"),
+    [
+        (8.0, [0.1, 0.8], [1.0, 1.0], [1, 7]),  # 10 s in total, as 1 : 8^(2/3) = 1 : 4
+        (1.0, [0.1, 0.8], [1.0, 1.0], [0, 1]),  # of 3 s, the first one has had more than 1 / 5
+        (6.0, [0.2, 0.2, 0.0], [8.0, 1.0, 5.0], [2, 4, 0]),  # 15 s, as 8^(1/3) : 1 = 2 : 1
+        (0.0, [0.1, 0.8], [1.0, 1.0], [0, 0]),
+        (5.0, [0.0, 0.0], [1.0, 1.0], [0, 0]),
+    ],
+)
+def test_the_rest_of_the_time_is_divided_by_widths(
+    rest_s: float, widths: list[float], spent_s: list[float], shares: list[float]
+) -> None:
+    assert collectives.divide(rest_s, widths, spent_s) == pytest.approx(shares)
+
+
 def test_answer() -> None:
     """Half of 0.8 GB/s is reached at 64K, missed at 1M, and reached again at 2M."""
     rows = [(8, 31, 0.001), (2**16, 50, 0.45), (2**20, 90, 0.3), (2**21, 95, 0.8), (2**22, 99, 0.7)]

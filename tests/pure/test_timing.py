@@ -176,7 +176,8 @@ def test_the_first_blocks_are_short_if_the_rule_says_so_and_loops_add_up(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 rounds of 1 ms fill 1.452 s with blocks of 120, a quarter of which is 30. With 99 instead,
-    a quarter, 24, is too short for an early block. The second loop continues the first one."""
+    a quarter, 24, is too short for an early block. The second loop continues the first one, without
+    warming up. Its planned rounds, 6, fill 1.2 s with blocks of 199."""
     monkeypatch.setattr(timing, "time_block", lambda step, iters, *_: ([1e-3] * iters, 0.0))
     seen = Mock(side_effect=[""] * 7 + ["max-seconds"] + ["target-ci"])
     monkeypatch.setattr(timing, "rule_reached", seen)
@@ -184,11 +185,14 @@ def test_the_first_blocks_are_short_if_the_rule_says_so_and_loops_add_up(
     work = Workload(lambda: None, collected=collected)
     rule = replace(FULL, max_seconds=12 * 0.121, early=0.25)
     assert list(TimedLoop(work, group, CPU, rule).run().rounds) == [30] * 6 + [120] * 2
-    times = TimedLoop(work, group, CPU, replace(rule, max_seconds=12 * 0.1)).run()
-    assert list(times.rounds) == [30] * 6 + [120] * 2 + [99]
-    assert times.each().shape == (1, 519)
-    assert len(seen.call_args.args[0]) == 519  # the stop rule sees all samples
+    monkeypatch.setattr(TimedLoop, "warm_up", Mock(side_effect=AssertionError))
+    again = replace(rule, max_seconds=12 * 0.1, planned_rounds=6)
+    times = TimedLoop(work, group, CPU, again).run()
+    assert list(times.rounds) == [30] * 6 + [120] * 2 + [199]
+    assert times.each().shape == (1, 619)
+    assert len(seen.call_args.args[0]) == 619  # the stop rule sees all samples
     assert seen.call_args.args[1] == 9
+    monkeypatch.setattr(TimedLoop, "warm_up", Mock(return_value=1e-3))
     short = replace(rule, max_seconds=12 * 0.1)
     seen.side_effect = ["iters"]
     assert list(TimedLoop(Workload(lambda: None), group, CPU, short).run().rounds) == [99]
