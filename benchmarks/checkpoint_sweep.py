@@ -72,7 +72,7 @@ from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, ran
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.settings import SEQUENTIAL
-from common.groups import Group, barrier_before_new_group
+from common.groups import Group, barrier_before_new_group, silenced
 from common.stats import Estimate, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload, rule_reached
@@ -412,7 +412,8 @@ class Training:
         device = bench.job.device
         # without a timeout: an upload may take long, and while steps continue nothing hangs
         barrier_before_new_group(group)
-        uploads = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=NO_TIMEOUT))
+        with silenced("gloo"):
+            uploads = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=NO_TIMEOUT))
         group.extra.append(uploads)
         torch.manual_seed(0)
         with device:

@@ -54,7 +54,7 @@ from benchmarks.workloads.cuda_graphs import cuda_graph
 from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
-from common.groups import Group, Job, barrier_before_new_group, connect
+from common.groups import Group, Job, barrier_before_new_group, connect, silenced
 from common.stats import MIN_ROUNDS, Estimate, Samples, Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Collected, Step, Workload
@@ -543,7 +543,8 @@ def build_beside(
     """
     n, dtype = key["group_ranks"], getattr(torch, key["dtype"])
     barrier_before_new_group(group)
-    second: Any = dist.new_subgroups_by_enumeration(groups, backend=job.backend)[0]
+    with silenced(job.backend):
+        second: Any = dist.new_subgroups_by_enumeration(groups, backend=job.backend)[0]
     group.extra.append(second)
     connect(second, job)
     sides = {"alone": (key["collective"], group.workload, key["count"])}

@@ -339,9 +339,25 @@ def wrap(
             use_orig_params=True,  # required by torch.compile
         )
     if strategy == "fsdp2":
-        for module in [*units, model]:
+        modules: list[Any] = [*units, model]
+        for module in modules:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
+        if not averages(mesh.get_group()):
+            for module in modules:
+                module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def averages(group: dist.ProcessGroup) -> bool:
+    """Whether reduce_scatter averages if it is told to, as FSDP2 does. With gloo in torch 2.8 it
+    sums (https://github.com/pytorch/pytorch/issues/162338)."""
+    if dist.get_backend(group) != "gloo":
+        return True
+    mean = torch.zeros(1)
+    ones = torch.ones(dist.get_world_size(group))
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    reduce_scatter(mean, ones, dist.ReduceOp.AVG, group)
+    return float(mean) == 1
 
 
 def compile_by(backend: str, model: Any) -> Any:

@@ -89,7 +89,7 @@ from benchmarks.workloads.outliers import (
 )
 from benchmarks.workloads.outliers import in_both as slow_in_both
 from benchmarks.workloads.ranks import ranks_by_node
-from common.groups import Group, Job, barrier_before_new_group, connect
+from common.groups import Group, Job, barrier_before_new_group, connect, silenced
 from common.stats import Times, by_round, median, significant
 from common.table import Cell, Columns, metric, relative
 from common.timing import STEP, Step, Workload
@@ -304,7 +304,8 @@ def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any
         all_teams = teams[STEPS[name].level]
         if min(len(team) for team in all_teams) > 1:
             barrier_before_new_group(group)
-            mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
+            with silenced(job.backend):
+                mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
             team_groups[name] = mine
             if mine is not None:
                 group.extra.append(mine)

@@ -55,7 +55,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from benchmarks.workloads import operations
 from benchmarks.workloads.operations import Member, Operation
 from benchmarks.workloads.room import check_room
-from common.groups import Group, Job, barrier_before_new_group, connect
+from common.groups import Group, Job, barrier_before_new_group, connect, silenced
 from common.stats import Estimate, Times, drop_wide_interval, median, percentiles, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
@@ -723,7 +723,8 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     for team in sorted({call.team for calls in plan.calls for call in calls}):  # same on all ranks
         _, ranks = team
         barrier_before_new_group(group)
-        team_group: Any = dist.new_group(list(ranks), backend=job.backend)
+        with silenced(job.backend):
+            team_group: Any = dist.new_group(list(ranks), backend=job.backend)
         if job.rank in ranks:
             group.extra.append(team_group)
             connect(team_group, job)

@@ -8,11 +8,12 @@ Consecutive cases over the same ranks share their groups.
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -117,14 +118,31 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank))
 
 
+@contextmanager
+def silenced(backend: str) -> Iterator[None]:
+    """While gloo creates a group, discard what is written to stdout: in torch 2.8 and 2.9 each rank
+    writes a line, in the middle of a table (https://github.com/pytorch/gloo/issues/462)."""
+    with ExitStack() as stack:
+        with suppress(OSError, ValueError, AttributeError):  # stdout is closed, or None
+            if backend == "gloo":
+                sys.stdout.flush()
+                stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+                stack.callback(os.close, stdout)
+                stack.callback(os.dup2, stdout, 1)
+                os.dup2(null, 1)
+                os.close(null)
+        yield
+
+
 def open_group(ranks: tuple[int, ...], job: Job, subgroups: Subgroups) -> Group | None:
     """Create the groups of a case, with a group under test for each subgroup; None on ranks outside
     the case. All ranks of the job call it."""
-    with lost_peer():
+    with lost_peer(), silenced("gloo"):
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=job.control_timeout)
     parts = list(map(list, subgroups))
     start = time.perf_counter()
-    workload: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
+    with silenced(job.backend):
+        workload: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
     took = {"group": time.perf_counter() - start}
     return Group(ranks, workload, control, start_up_s=took) if job.rank in ranks else None
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import NotArrived, Refused
-from common.groups import Job, local_rank
+from common.groups import Job, local_rank, silenced
 
 LOOPBACK = "127.0.0.1"
 LEAST_FILES = 32  # opened by a rank, and 2 more per rank: torch's files, and sockets of two groups
@@ -77,9 +77,10 @@ def join(
     limits = timeout, control_timeout or timeout
     prefixed = dist.PrefixStore("control", store)
     try:
-        dist.init_process_group(
-            "gloo", store=prefixed, rank=rank, world_size=world_size, timeout=limits[1]
-        )
+        with silenced("gloo"):
+            dist.init_process_group(
+                "gloo", store=prefixed, rank=rank, world_size=world_size, timeout=limits[1]
+            )
     except RuntimeError as error:
         if "Unable to find address" not in str(error):
             raise

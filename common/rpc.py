@@ -11,7 +11,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.errors import Refused
-from common.groups import Job, lost_peer
+from common.groups import Job, lost_peer, silenced
 from common.join import raise_file_limit
 
 SCHEME = "torchrun-bench"  # the scheme of an init_method that uses the store of the job
@@ -114,7 +114,8 @@ def start(job: Job, roles: Roles, options: RpcOptions | None = None) -> list[str
     )
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
     try:
-        rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
+        with silenced("gloo"):
+            rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
     except (RuntimeError, ValueError) as error:
         # torch's logging of errors fails for RPC's own group, and raises another error instead
         first: BaseException = error

@@ -457,6 +457,24 @@ def test_optimizer_and_units_of_a_users_model() -> None:
     assert (type(outer), type(inner)) == (nn.Sequential, nn.Linear)
 
 
+@pytest.mark.parametrize(("backend", "mean"), [("gloo", 1.0), ("gloo", 2.0), ("nccl", None)])
+def test_fsdp2_divides_a_sum_where_gloo_does_not_average(
+    backend: str, mean: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2 ranks, AVG of ones is 1, or 2 if it sums. NCCL is not asked."""
+    asked = Mock(side_effect=lambda output, ones, op, group: output.fill_(mean))
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # of newer and older torch
+        monkeypatch.setattr(compile_sweep.dist, name, asked, raising=False)
+    monkeypatch.setattr(compile_sweep.dist, "get_backend", Mock(return_value=backend))
+    monkeypatch.setattr(compile_sweep.dist, "get_world_size", Mock(return_value=2))
+    monkeypatch.setattr(compile_sweep.fsdp, "fully_shard", Mock())
+    model, unit = Mock(), Mock()
+    compile_sweep.wrap(model, "fsdp2", Mock(), [unit], bf16=False)
+    calls = [module.set_force_sum_reduction_for_comms.call_count for module in (model, unit)]
+    assert calls == ([1, 1] if mean == 2 else [0, 0])
+    assert asked.call_count == (backend == "gloo")
+
+
 def test_units_are_the_layers_in_lists_inner_layers_first() -> None:
     """Lists as in T5 and dicts as in torchtitan, but not dicts of different parts as in nanoGPT."""
     inner = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))

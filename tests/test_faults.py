@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from harness.report import load
 from tests.process import INJECT, ROOT, Process, environment, free_port
@@ -26,15 +25,16 @@ pytestmark = pytest.mark.faults
 
 
 @pytest.mark.oldest
-def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
+def test_a_stopped_rank_is_named(bench: Callable[..., Any], request: pytest.FixtureRequest) -> None:
     run = bench(SCRIPT, *IMPATIENT, inject="stops")
     assert run.status != 0
     hang = run.err[run.err.index("HANG") :]
     _, stopped, waiting = hang.splitlines()[:3]
     assert re.match(r"rank 1 on .*1M/2R.*, block .*does not answer", stopped)
     assert re.match("rank 0 on .*waits", waiting)
-    is_recorded = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # not in torch 2.6
-    assert f"last collective {'gloo:' if is_recorded else 'unknown: this torch has'}" in hang
+    is_old = request.config.option.markexpr == "oldest"  # torch 2.6 to 2.8 record nothing
+    last = "(gloo:|unknown: this torch has no record)" if is_old else "gloo:"
+    assert re.search(f"last collective {last}", hang)
     assert "in time_round" in hang  # the stacks are below the headline
     # torchrun reports the first rank that ended: rank 0, or rank 1, which rank 0 has killed
     assert re.search(r"exitcode  : (3|-9)", hang)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.workloads.decoder import DECODERS
-from common.groups import Group, Job, barrier_before_new_group, connect
+from common.groups import Group, Job, barrier_before_new_group, connect, silenced
 from harness.cli import Parser, raise_invalid
 from harness.environment import count_of
 
@@ -165,12 +165,13 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
             real = axis in talking and size > 1
             backends[axis + suffix] = job.backend if real else "fake"
         barrier_before_new_group(group)
-        device_mesh = init_device_mesh(
-            job.device.type,
-            tuple(sizes.values()),
-            mesh_dim_names=tuple(axis + suffix for axis in sizes),
-            backend_override=backends,
-        )
+        with silenced(job.backend):
+            device_mesh = init_device_mesh(
+                job.device.type,
+                tuple(sizes.values()),
+                mesh_dim_names=tuple(axis + suffix for axis in sizes),
+                backend_override=backends,
+            )
         process_groups = device_mesh.get_all_groups()
         group.extra.extend(process_groups)  # first of all, so that a rank that fails closes them
         for process_group in process_groups:

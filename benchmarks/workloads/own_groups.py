@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workloads import process_settings
-from common.groups import Group, Job, barrier_before_new_group, connect, lost_peer
+from common.groups import Group, Job, barrier_before_new_group, connect, lost_peer, silenced
 from harness.benchmark import Benchmark, Key
 
 
@@ -39,9 +39,10 @@ def default_group(group: Group, job: Job, own: bool) -> Iterator[None]:
     if own:
         barrier_before_new_group(group)
         outside = job.world_size > len(group.ranks)  # ranks that do not call this
-        made: Any = dist.new_group(
-            [*group.ranks], backend=job.backend, use_local_synchronization=outside
-        )
+        with silenced(job.backend):
+            made: Any = dist.new_group(
+                [*group.ranks], backend=job.backend, use_local_synchronization=outside
+            )
         group.extra.append(tested := made)
         connect(tested, job)
     c10d = dist.distributed_c10d

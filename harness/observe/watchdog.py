@@ -357,9 +357,8 @@ def last_collective() -> tuple[str, int, str]:
     """Return the last collective that this rank called: its group, its number within the group
     (from 1; 0 if there is none) and a description."""
     entries = recorded_collectives()
-    if not entries:
-        is_recorded = hasattr(torch._C._distributed_c10d, GLOO_RECORDER)
-        return "none", 0, "none so far" if is_recorded else "unknown: this torch has no record"
+    if not entries:  # joining the job takes collectives, so older versions have recorded nothing
+        return "none", 0, "unknown: this torch has no record"
     last = max(entries, key=lambda entry: entry["time_created_ns"])
     group, number = last["process_group"][0], last.get("collective_seq_id") or 0
     what = f"{last['profiling_name']} of {last.get('input_sizes')}"
