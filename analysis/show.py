@@ -125,6 +125,8 @@ def one_line(paths: Sequence[str]) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
+    except MemoryError:
+        refuse(f"{clean(cut(paths), 500)}: not enough memory; give smaller files")
     except DAMAGE as error:
         what = f"{type(error).__name__}: {clean(error)}"
         refuse(f"{clean(cut(paths), 500)}: an entry does not have the expected form ({what})")

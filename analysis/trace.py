@@ -124,6 +124,8 @@ def read_all(found: Mapping[str, bool]) -> tuple[list[Trace], list[str]]:
                 lines.append(f"left out {path}: {error}")
             except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:
                 raise ValueError(f"{path}: {EXPECTED}, got {error}") from None
+            except MemoryError:
+                raise ValueError(f"{path}: not enough memory for its {size:,} bytes") from None
             except (AttributeError, LookupError, TypeError, ArithmeticError) as error:
                 what = f"events of an unknown form: {exits.describe(error)}"
                 raise ValueError(f"{path}: {EXPECTED}, got {what}") from None

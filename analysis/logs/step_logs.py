@@ -37,11 +37,12 @@ from analysis.logs.numbers import (
     unit_after,
     unit_in_pattern,
 )
-from analysis.logs.patterns import NEW_LINE, text_of
+from analysis.logs.patterns import NEW_LINE, Read, lines_in, text_of
 from analysis.logs.series import after_skip, restarts, slow_start
 from analysis.runs.load import (
     LAST_DIGIT,
     LEADING,
+    MAX_FOREIGN_BYTES,
     MEAN,
     STEP,
     Run,
@@ -69,6 +70,7 @@ NO_COUNTER = re.compile(
     r"(?i:attempt|restart|retry|retries|requeue)\w*\W{0,3}\d+"
 )
 DATE = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d")
+HAS_DIGIT = re.compile(r"\d")
 INTEGER = re.compile(r"(?<![\w.-])\d{1,12}(?!\w|[.,]\d)")
 
 
@@ -231,22 +233,26 @@ def steps_of(args: argparse.Namespace, others: Mapping[str, Any]) -> Steps | Non
 # -- matches in a text -----------------------------------------------------------------------------
 
 
-def matches_in(content: bytes, steps: Steps, path: str) -> list[Match]:
+def matches_in(read: Read, steps: Steps, path: str) -> list[Match]:
     """The matches in a log. Raises ValueError with a message of one line if a line is too long, or
     if it has two matches, or if there are none."""
-    text = text_of(content)
     if steps.is_field:
+        content = read(MAX_FOREIGN_BYTES + 1)
+        if len(content) > MAX_FOREIGN_BYTES:
+            what = f"{path} has more than {MAX_FOREIGN_BYTES:,} bytes"
+            raise ValueError(f"{what}; a pattern for --step instead of a field has no such limit")
+        text = text_of(content)
         fields = list(fields_in(text, steps, path))
         if not fields:
             raise NoMatchError(why_no_field(text, steps.text, path))
         return fields
     found = []
-    lines = NEW_LINE.split(text)
-    for line_number, line in enumerate(lines, 1):
+    line_number, with_digits = 0, ""
+    for line_number, line in enumerate(lines_in(read, MOST_CHARACTERS), 1):
         where = f"{path}, line {line_number}"
         if len(line) > MOST_CHARACTERS:
             what = f"{where}: expected at most {MOST_CHARACTERS:,} characters in a line"
-            raise ValueError(f"{what}, got {len(line):,}; e.g. one line per step")
+            raise ValueError(f"{what}, got more; e.g. one line per step")
         match = only_match(list(steps.pattern.finditer(line)), steps, where)
         if match:
             group = only_group(match, where)
@@ -254,8 +260,11 @@ def matches_in(content: bytes, steps: Steps, path: str) -> list[Match]:
             found.append(Match(where, line, start, end, group, integers_in(line, start, end)))
         else:
             refuse_loss(line, steps, where)
+            with_digits = line if not found and HAS_DIGIT.search(line) else with_digits
     if not found:
-        raise NoMatchError(why_empty(steps, path, lines))
+        what = f"{path}: expected lines with {shown(steps.text)}, got none in {line_number:,}"
+        last = f"; e.g. its last line is {shown(with_digits.strip())}" if with_digits else ""
+        raise NoMatchError(what + last)
     return found
 
 
@@ -308,12 +317,6 @@ def refuse_loss(line: str, steps: Steps, where: str) -> None:
     if got not in line and form_of(got):
         what = f"{where}: expected no separator of thousands where --step has its number"
         raise ValueError(f"{what}, got {shown(line.strip())}; e.g. ([\\d.,' ]+)")
-
-
-def why_empty(steps: Steps, path: str, lines: Sequence[str]) -> str:
-    what = f"{path}: expected lines with {shown(steps.text)}, got none in {len(lines):,}"
-    with_digits = [line.strip() for line in lines if re.search(r"\d", line)]
-    return f"{what}; e.g. its last line is {shown(with_digits[-1])}" if with_digits else what
 
 
 # -- fields of JSON --------------------------------------------------------------------------------
@@ -383,13 +386,12 @@ def why_no_field(text: str, name: str, path: str) -> str:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def times_of(content: bytes, steps: Steps, path: str, mark: str = "") -> Found:
+def times_of(matches: Sequence[Match], steps: Steps, path: str, mark: str = "") -> Found:
     """The times in a log. Raises ValueError with a message of one line if a match is not a number
-    above 0, or if there are no matches.
+    above 0.
 
     mark: the decimal mark if the log does not show it; "" to refuse such a log.
     """
-    matches = matches_in(content, steps, path)
     starts = restarts([match.integers for match in matches])
     kept = after_skip(len(matches), starts, steps.skip)
     if not kept:
@@ -565,10 +567,13 @@ def logs_of(word: str, paths: Sequence[str], steps: Steps) -> list[Run]:
     found: dict[str, Found] = {}
     undecided: dict[str, UndecidedError] = {}
     empty: dict[str, NoMatchError] = {}
-    contents = {path: content_of(path) for path in paths}
-    for path, content in contents.items():
+    matches: dict[str, list[Match]] = {}
+    digests: dict[str, str] = {}
+    for path in paths:
         try:
-            found[path] = times_of(content, steps, path)
+            matches[path], digests[path] = read(path, steps)
+            found[path] = times_of(matches[path], steps, path)
+            del matches[path]
         except UndecidedError as error:
             undecided[path] = error
         except NoMatchError as error:
@@ -576,10 +581,10 @@ def logs_of(word: str, paths: Sequence[str], steps: Steps) -> list[Run]:
     if undecided and {one.mark for one in found.values()} != {","}:
         raise next(iter(undecided.values()))
     for path in undecided:
-        found[path] = times_of(contents[path], steps, path, ",")
+        found[path] = times_of(matches[path], steps, path, ",")
     if empty and (word in empty or not found):
         raise next(iter(empty.values()))
-    runs = [run_of(path, contents[path], found[path], steps) for path in paths if path in found]
+    runs = [run_of(path, digests[path], found[path], steps) for path in paths if path in found]
     if empty:
         noun = "file" if len(empty) == 1 else "files"
         what = f"{len(empty)} {noun} without a match of --step"
@@ -587,17 +592,25 @@ def logs_of(word: str, paths: Sequence[str], steps: Steps) -> list[Run]:
     return runs
 
 
-def content_of(path: str) -> bytes:
+def read(path: str, steps: Steps) -> tuple[list[Match], str]:
+    """The matches in a file, and a hash of its bytes."""
+    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            return file.read()
+
+            def hashed(size: int) -> bytes:
+                data = file.read(size)
+                digest.update(data)
+                return data
+
+            return matches_in(hashed, steps, path), digest.hexdigest()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
 
 
-def run_of(path: str, content: bytes, found: Found, steps: Steps) -> Run:
+def run_of(path: str, digest: str, found: Found, steps: Steps) -> Run:
     run = Run(BENCHMARK, {}, path, argv=[], started_at="", status="complete", label=path)
-    run.digest = hashlib.sha256(content).hexdigest()
+    run.digest = digest
     run.loads = loads_from_file(path)
     run.span, run.counted = found.span, found.counted
     index(run, [timed(case_of(found, steps), None)], "")
@@ -613,7 +626,7 @@ def write_report(
     disk is full.
     """
     with open(log, "rb") as file:
-        case = case_of(times_of(file.read(), steps, log), steps)
+        case = case_of(times_of(matches_in(file.read, steps, log), steps, log), steps)
     report = Report(BENCHMARK, {}, path, argv=list(argv))
     report.started_at = started_at or report.started_at
     report.start()

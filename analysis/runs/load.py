@@ -383,7 +383,8 @@ def parse(
         return [report_file.load(path, each, lines=lines)]
     text = first + file.read(MAX_FOREIGN_BYTES)
     if len(text) >= MAX_FOREIGN_BYTES:
-        raise ValueError(f"{path} is not a report, and has more than {MAX_FOREIGN_BYTES:,} bytes")
+        what = f"{path} is not a report, and has more than {MAX_FOREIGN_BYTES:,} bytes"
+        raise ValueError(what + suggestion(text))
     content.update(text)
     reports = foreign_reports(text, path)
     if not reports:

@@ -2,6 +2,7 @@
 logs."""
 
 import argparse
+import io
 import itertools
 import json
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from analysis.ab import add_flags
 from analysis.logs import patterns, step_logs
-from analysis.logs.step_logs import Steps, pattern, steps_of, times_of
+from analysis.logs.step_logs import Steps, matches_in, pattern, steps_of, times_of
 from analysis.runs.load import load
 from harness.cli import Parser
 from harness.report import load as load_report
@@ -23,8 +24,12 @@ from tests.pure.reports import run
 MS = r"took ([\d.]+) ms"
 
 
+def found_in(text: str, steps: Steps, name: str) -> step_logs.Found:
+    return times_of(matches_in(io.BytesIO(text.encode()).read, steps, name), steps, name)
+
+
 def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float]:
-    found = times_of(text.encode(), Steps(pattern(words), unit, skip), "x.log")
+    found = found_in(text, Steps(pattern(words), unit, skip), "x.log")
     return found.times_s
 
 
@@ -316,6 +321,32 @@ def test_a_long_line_is_read_in_linear_time(line: str, words: str) -> None:
         seconds(line, words, "ms")
 
 
+@pytest.mark.parametrize("chunk_bytes", [2, 3, 5, 1000])
+@pytest.mark.parametrize("code", ["utf-8", "utf-16"])
+def test_a_log_is_read_in_parts(
+    chunk_bytes: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part may end within a line, a character, or between CR and LF."""
+    monkeypatch.setattr(patterns, "CHUNK_BYTES", chunk_bytes)
+    text = "5 \u00b5s\r\n\x1b[31m6\x1b[0m \u4e2d\r\r\n\n7"
+    lines = ["5 \u00b5s", "6 \u4e2d", "", "", "7"]
+    assert [*patterns.lines_in(io.BytesIO(text.encode(code)).read, 20)] == lines
+    begins = [*patterns.lines_in(io.BytesIO(f"1\n{'x' * 99}".encode()).read, 20)]
+    assert begins[0] == "1"
+    assert 20 < len(begins[1]) <= 99
+
+
+def test_too_little_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(step_logs, "matches_in", read)
+    log = write_log(tmp_path / "a.log", [1.0])
+    done = run("compare.py", log, "--test", log, "--step", MS)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "not enough memory; give smaller files" in done.stderr
+
+
 FIELDS = {
     "metrics.jsonl": (
         '{"step": 1, "time/step(s)": 0.50, "tps": null}\n'
@@ -333,7 +364,7 @@ def test_a_field_of_json(name: str) -> None:
     """The name has a group, and is no pattern where a field has this name."""
     steps = steps_of(flags("--step", "time/step(s)"), {})
     assert steps
-    found = times_of(FIELDS[name].encode(), steps, name)
+    found = found_in(FIELDS[name], steps, name)
     assert (found.times_s, steps.measure) == ([0.5, 0.25], "step")
     assert found.last_digit == pytest.approx(0.01 / 0.375)
 
@@ -525,7 +556,7 @@ def test_the_patterns_of_the_page(name: str, words: str) -> None:
     steps = steps_of(flags(*shlex.split(words)), {})
     assert steps
     text, expected = LOGS[name]
-    assert times_of(text.encode(), steps, name).times_s == pytest.approx(expected, rel=1e-12)
+    assert found_in(text, steps, name).times_s == pytest.approx(expected, rel=1e-12)
 
 
 # -- ab.py -----------------------------------------------------------------------------------------
