@@ -7,6 +7,7 @@ disk loses only the case in flight.
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -49,8 +50,16 @@ FAMILIES = (
 OTHER_FILE = "is not, or no longer, the file that earlier rows were measured with"
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of the disk, not of use
 # In the names of variables with secrets; TOKENIZERS_PARALLELISM has none
-SECRET = re.compile("TOK(?!ENIZ)|KEY|SECRET|PASS|PWD|AUTH|BEARER|CRED")
-USER_IN_URL = re.compile(r"://[^/\s]+@")
+SECRET = re.compile(
+    "TOK(?!ENIZ)|KEY|SECRET|PASS|PWD|AUTH|BEARER|CRED|COOKIE|JWT|(?<![A-Z])(PW|SIG|SAS)(?![A-Z])"
+)
+SECRET_PARTS = (  # of values: users and queries of URLs, and what follows these words
+    (re.compile(r"://[^/\s]+@"), "://(set)@"),
+    (re.compile(r"(://[^\s?]*\?)\S+"), r"\1(set)"),
+    (re.compile(r"(?i)\b(bearer|basic)[ =:]+\S+"), r"\1 (set)"),
+)
+# A part of a value that looks random: no setting has such a word
+RANDOM = re.compile(r"(?=[A-Za-z+=]*\d)(?=[\d+=]*[A-Za-z])[A-Za-z\d+=]{20,}")
 
 
 def with_estimates(content: Any) -> Any:
@@ -266,11 +275,20 @@ def shown(value: Any) -> str:
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with `(set)` for secrets (by their names) and for users in URLs."""
-    return {
-        name: "(set)" if SECRET.search(name.upper()) else USER_IN_URL.sub("://(set)@", value)
-        for name, value in variables.items()
-    }
+    """Return the variables with `(set)` for secrets, by their names, and for parts of values that
+    may be secrets, by their form."""
+    told = {}
+    for name, value in variables.items():
+        for part, instead in SECRET_PARTS:
+            value = part.sub(instead, value)
+        value = RANDOM.sub(lambda match: masked(match[0]), value)
+        told[name] = "(set)" if SECRET.search(name.upper()) else value
+    return told
+
+
+def masked(value: str) -> str:
+    """Return a text that nearly always changes with a value, but from which it cannot be found."""
+    return f"(set, {hashlib.sha256(value.encode(errors='surrogateescape')).hexdigest()[:3]})"
 
 
 def open_alone(path: str) -> IO[bytes]:

@@ -21,7 +21,7 @@ from analysis.runs.verdicts import Design
 from harness import files
 from harness.cli import cut
 from harness.contents import differing
-from harness.report import shown, without_secrets
+from harness.report import FAMILIES, masked, shown, without_secrets
 
 PLAN, VERDICT = "plan.txt", "verdict.txt"  # files in OUT
 MAX_HASHED = 2**28  # bytes; of a larger file, the size and the time of modification are compared
@@ -67,14 +67,17 @@ def lines_of_files(name: str, files: Mapping[str, Path]) -> list[str]:
 
 
 def lines_of_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return one line per inherited variable that is compared.
+    """Return one line per inherited variable that is compared. Only those that can affect a
+    measurement have their values: any other may be a secret, whatever its name.
 
     Repeated entries of PATH are dropped; the order of its entries matters.
     """
     kept = {name: environ[name] for name in sorted(environ) if name not in IGNORED}
     if "PATH" in kept:
         kept["PATH"] = os.pathsep.join(dict.fromkeys(kept["PATH"].split(os.pathsep)))
+    shows = ("PATH", *FAMILIES)
     texts = without_secrets(kept)
+    texts = {x: text if x.startswith(shows) else masked(text) for x, text in texts.items()}
     return [
         f"{INHERITED}{name}={text if text.isprintable() else ascii(text)}"
         for name, text in texts.items()
@@ -271,5 +274,8 @@ def why_different(before: Sequence[str], now: Sequence[str]) -> str:
     old, new = variables_in(before), variables_in(now)
     for name in sorted(old | new):
         if old.get(name) != new.get(name):
-            parts.append(f"{name} was {shown(old.get(name))}, is {shown(new.get(name))} now")
+            was, now_is = (shown(variables.get(name)) for variables in (old, new))
+            is_hidden = was.startswith("(set") and now_is.startswith("(set")
+            told = "has changed" if is_hidden else f"was {was}, is {now_is} now"
+            parts.append(f"{name} {told}")
     return cut(list(dict.fromkeys(parts)), MOST_NAMED)

@@ -1,6 +1,7 @@
 """analysis/runs/plan.py: the files and variables that the commands of ab.py depend on."""
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -117,12 +118,17 @@ def test_variables_that_count() -> None:
     assert plan.lines_of_variables(environ) == []
     users = ["BUILD_TYPE", "CI_X", "SSH_X", "LESSX", "X_TMPDIR", "RUNNER_X", "SLURM_X"]
     environ |= dict.fromkeys(users, "1") | {"A_PORT": "tcp://10.0.0.1:80"}
-    environ |= {"PATH": "/b:/a:/b", "FUNCTION": "() {\n}"}
+    environ |= {"PATH": "/b:/a:/b", "PYTHON_F": "() {\n}", "MY_OTP": "hunter2"}
     lines = plan.lines_of_variables(environ)
     names = [line.removeprefix("inherited variable ").partition("=")[0] for line in lines]
-    assert names == sorted([*users, "A_PORT", "PATH", "FUNCTION"])
+    assert names == sorted([*users, "A_PORT", "MY_OTP", "PATH", "PYTHON_F"])
     assert "inherited variable PATH=/b:/a" in lines
-    assert "inherited variable FUNCTION='() {\\n}'" in lines
+    assert "inherited variable PYTHON_F='() {\\n}'" in lines
+    # a value that no measurement depends on may be a secret: a change is seen, but not the value
+    (secret,) = (line for line in lines if "MY_OTP" in line)
+    assert re.fullmatch(r"inherited variable MY_OTP=\(set, [0-9a-f]{3}\)", secret)
+    others = plan.lines_of_variables(environ | {"MY_OTP": "hunter3"})
+    assert plan.why_different(lines, others) == "MY_OTP has changed"
 
 
 def test_differences_between_a_call_and_a_plan() -> None:

@@ -161,16 +161,30 @@ def test_resume_refuses_another_run(
 
 
 def test_secrets_are_not_in_reports() -> None:
-    """Nor is a hash of them."""
+    """Nor is a hash of them, except for 12 bits of a part that looks random."""
     hidden = "HF_TOKEN NCCL_KEY_X A_Secret TORCH_PASS NCCL_PASSWD FI_AUTH CREDS NCCL_TOK FI_PWD"
-    hidden += " NCCL_BEARER"
+    hidden += " NCCL_BEARER NCCL_PW TORCH_JWT FI_COOKIES UCX_SIG TORCH_SAS_URL"
     told = without_secrets(dict.fromkeys(hidden.split(), "hunter2"))
     assert told == dict.fromkeys(hidden.split(), "(set)")
     shown = {"NCCL_ALGO": "Ring", "TOKENIZERS_PARALLELISM": "0", "NCCL_NET": "a@b"}
+    shown |= {
+        "UCX_SIGNALS": "1",
+        "CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
+    }
+    shown |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}
     assert without_secrets(shown) == shown
     url = "https://user:hunter2@host/x, https://u:p@hunter2@host, http://host/a@b"
     masked = "https://(set)@host/x, https://(set)@host, http://host/a@b"
     assert without_secrets({"NCCL_X": url}) == {"NCCL_X": masked}
+    for value, expected in (
+        ("http://host/a?token=hunter2&x=1 b", "http://host/a?(set) b"),
+        ("Authorization: Bearer hunter2", "Authorization: Bearer (set)"),
+    ):
+        assert without_secrets({"NCCL_X": value}) == {"NCCL_X": expected}
+    paths = [f"/nix/{'0c7c96gikmzv87i7lv3v' + end}/lib" for end in "ab"]
+    hashed = [without_secrets({"LD_X": path})["LD_X"] for path in paths]
+    assert all(re.fullmatch(r"/nix/\(set, \w{3}\)/lib", one) for one in hashed)
+    assert hashed[0] != hashed[1]  # --resume compares them
 
 
 def test_a_requeued_job_continues_on_other_hosts(path: Path) -> None:
