@@ -12,14 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import quotients
-from tests.process import ROOT, Process, Run, Warm, command_of, environment
+from tests.process import ROOT, Bench, Process, Run, Start, Warm, command_of, environment
 
 MARKS = {
     "smoke": "starts torchrun: a script as its user runs it",
@@ -110,7 +110,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture
-def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Process]]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
     """start("benchmarks/x.py", *flags, ranks=2, nodes=1, inject=None, **variables) -> Process.
 
     columns: stdout is a terminal of this width. torch is already imported (tests/warm.py). With
@@ -150,23 +157,30 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
 
 @pytest.fixture
-def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
-    """bench("benchmarks/x.py", *flags, timeout=500, json=True, ...) -> Run; other options as
-    `start`.
+def bench(start: Start, tmp_path: Path) -> Bench:
+    """bench("benchmarks/x.py", *flags, status=0, timeout=500, json=True, ...) -> Run; other options
+    as `start`.
 
-    json: add --json to the flags. tests/quotients.py checks each ratio that a script prints.
+    status: the expected one; None: any. json: add --json to the flags. tests/quotients.py checks
+    each ratio that a script prints.
     """
 
     def run(
-        script: str, *flags: str, timeout: float = 500, json: bool = True, **options: Any
+        script: str,
+        *flags: str,
+        status: int | None = 0,
+        timeout: float = 500,
+        json: bool = True,
+        **options: Any,
     ) -> Run:
         path = tmp_path / "a folder" / "report.jsonl"
         path.parent.mkdir(exist_ok=True)
         words = [*flags, *(["--json", str(path)] if json else [])]
         process = start(script, *words, **options)
-        status = process.wait(timeout)
+        ended = process.wait(timeout)
+        assert status in (None, ended), process.out + process.err
         if Path(script).parent == Path("benchmarks"):
             assert quotients.problems(Path(script).stem, process.out) == []
-        return Run(status, process.out, process.err, path)
+        return Run(ended, process.out, process.err, path)
 
     return run

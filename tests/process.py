@@ -186,6 +186,10 @@ class Warm(Process):
         return self.status
 
 
+Start = Callable[..., Process]  # of the fixtures in conftest.py
+Bench = Callable[..., Run]
+
+
 def environment(**extra: str) -> dict[str, str]:
     """Variables of this process without those of launchers and the terminal size. Ranks have one
     thread, also for compiling."""

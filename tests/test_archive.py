@@ -5,14 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness import cli
-from tests.process import ROOT, environment
+from tests.process import ROOT, Start, environment
 
 TIMES = ("--iters", "6", "--warmup-iters", "1")
 SIDES = ("a", "--test", "b", "--ignore-key", "bucket_size_mb,comm_hook", "--allow-disturbed")
@@ -68,7 +66,7 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         "node_check --budget 100 --fail-on wrong",
     ],
 )
-def test_a_script_runs(words: str, archive: str, start: Callable[..., Any]) -> None:
+def test_a_script_runs(words: str, archive: str, start: Start) -> None:
     Path("mine.py").write_text(MODEL)
     process = start(os.path.abspath(archive), *words.split(), *TIMES, "--json", "r", cold=True)
     assert process.wait(600) == 0, process.err
@@ -146,7 +144,7 @@ def test_wrappers_are_printed_and_extracted(archive: str) -> None:
 
 
 @pytest.mark.faults
-def test_a_stopped_rank_is_named_with_its_stack(archive: str, start: Callable[..., Any]) -> None:
+def test_a_stopped_rank_is_named_with_its_stack(archive: str, start: Start) -> None:
     Path("mine.py").write_text(MODEL)
     flags = ("--model", "mine:net", *TIMES, "--world-sizes", "2", "--timeout", "5")
     process = start(os.path.abspath(archive), "ddp_sweep", *flags, inject="stops")

@@ -1,7 +1,6 @@
 """batch_update_ps.py under torchrun, its faults, and its formulas."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from benchmarks import batch_update_ps
 from common.stats import Times
 from harness.report import Case
+from tests.process import Bench
 
 SCRIPT = "benchmarks/batch_update_ps.py"
 SHORT = ("--iters", "12", "--warmup-iters", "1", "--device", "cpu", "--straggler-timeout", "2")
@@ -16,11 +16,10 @@ smoke, faults = pytest.mark.smoke, pytest.mark.faults
 
 
 @smoke
-def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
+def test_fewer_gradients_than_trainers(bench: Bench) -> None:
     """Rank 1 needs 12 s longer to set up its first case. This does not count as a late gradient."""
     flags = ("--batch-update-size", "2", "--log-updates", "--straggler-timeout", "10")
     run = bench(SCRIPT, *SHORT, *flags, ranks=4, inject="slow-optimizer")
-    assert run.status == 0, run.err
     assert [case.key["payload"] for case in run.report.cases] == ["module", "tensors"]
     for case in run.report.cases:
         assert case.check == "passed"
@@ -36,29 +35,26 @@ def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
 
 
 @faults
-def test_a_wrong_answer_of_the_server_fails_the_check(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--payload", "module", ranks=3, inject="callee-errs")
-    assert run.status == 1
+def test_a_wrong_answer_of_the_server_fails_the_check(bench: Bench) -> None:
+    run = bench(SCRIPT, *SHORT, "--payload", "module", ranks=3, inject="callee-errs", status=1)
     (case,) = run.report.cases
     assert re.search(r"failed: .*after 20 updates the parameters of trainer0 differ", case.check)
     assert "module  failed: " in run.out
 
 
 @faults
-def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--iters", "60", ranks=3, inject="trainer-falters")
-    assert run.status == 1
+def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Bench) -> None:
+    run = bench(SCRIPT, *SHORT, "--iters", "60", ranks=3, inject="trainer-falters", status=1)
     late = "TimeoutError: no reply within 2 s; gradients missing: trainer1 (rank 0)"
     raised = "MemoryError: injected: no room for the gradients (rank 1)"
     assert [case.check for case in run.report.cases] == [f"failed: {late}", f"failed: {raised}"]
 
 
 @faults
-def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
+def test_a_stopped_server_is_named(bench: Bench) -> None:
     """Its 150th call is after the check, which makes 40 calls from two trainers."""
     flags = ("--iters", "1000", "--timeout", "6", "--straggler-timeout", "60")
-    run = bench(SCRIPT, *SHORT, *flags, ranks=3, inject="callee-stops")
-    assert run.status != 0
+    run = bench(SCRIPT, *SHORT, *flags, ranks=3, inject="callee-stops", status=1)
     assert "HANG: no progress for 6 s" in run.err
     assert re.search(r"rank 2 on .*case 'module', .*does not answer", run.err), run.err
     waits = r"rank 0 on .*case 'module', step, (warm-up|block) \d+: waits"

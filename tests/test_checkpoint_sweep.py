@@ -3,14 +3,14 @@
 import os
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.process import Bench, Start
 
 SCRIPT = "benchmarks/checkpoint_sweep.py"
 SMALL = ("--model", "decoder-nano", "--warmup-iters", "1", "--iters", "1")
@@ -20,14 +20,13 @@ faults = pytest.mark.faults
 
 
 @pytest.mark.smoke
-def test_both_strategies_on_two_storages(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_both_strategies_on_two_storages(bench: Bench, tmp_path: Path) -> None:
     """Other modes are used in the tests of faults below and in test_by_hand.py (async-process)."""
     disk = tmp_path / "disk"
     flags = ("--strategy", "fsdp2,ddp", "--modes", "torch.save,async-thread", "--every", "60")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         run = bench(SCRIPT, *SMALL, *flags, "--paths", f"{disk},{memory}")
         assert list(Path(memory).iterdir()) == list(disk.iterdir()) == []
-    assert run.status == 0, run.out + run.err
     assert [case.key["path"] for case in run.report.cases] == [str(disk)] * 4 + [memory] * 4
     for case in run.report.cases:
         m = case.metrics
@@ -52,11 +51,10 @@ def test_both_strategies_on_two_storages(bench: Callable[..., Any], tmp_path: Pa
 
 
 @faults
-def test_a_slow_writer_and_a_wrong_load(bench: Callable[..., Any]) -> None:
+def test_a_slow_writer_and_a_wrong_load(bench: Bench) -> None:
     """An upload continues after the call. A wrong load fails only its case."""
     flags = ("--modes", "dcp.save,async-thread,torch.save")
-    run = bench(SCRIPT, *SMALL, *flags, inject="slow-writer,wrong-load")
-    assert run.status == 1
+    run = bench(SCRIPT, *SMALL, *flags, inject="slow-writer,wrong-load", status=1)
     wrong = "failed: rank 1 loaded a state that differs from the saved one"
     assert [case.check for case in run.report.cases] == [wrong, wrong, "passed"]
     synchronous, beside, _ = (case.metrics for case in run.report.cases)
@@ -67,11 +65,10 @@ def test_a_slow_writer_and_a_wrong_load(bench: Callable[..., Any]) -> None:
 
 
 @faults
-def test_a_disk_that_fills_up_during_a_save(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_a_save(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     modes = ("--modes", "dcp.save,async-thread,torch.save")
-    run = bench(SCRIPT, *SMALL, *modes, "--paths", str(path), inject="disk-fills")
-    assert run.status == 1
+    run = bench(SCRIPT, *SMALL, *modes, "--paths", str(path), inject="disk-fills", status=1)
     *full, whole = [case.check for case in run.report.cases]
     for check in full:  # the disk of rank 1 remains full
         assert "the checkpoint failed on rank 1: [Errno 27] File too large" in check
@@ -81,12 +78,13 @@ def test_a_disk_that_fills_up_during_a_save(bench: Callable[..., Any], tmp_path:
 
 @faults
 def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
-    bench: Callable[..., Any], tmp_path: Path
+    bench: Bench, tmp_path: Path
 ) -> None:
     path, left = tmp_path / "checkpoints", tmp_path / "left"
     flags = ("--modes", "dcp.save", "--paths", str(path))
-    run = bench(SCRIPT, *SMALL, *flags, inject="dies-in-save", SAVES=str(path), LEFT=str(left))
-    assert run.status != 0
+    run = bench(
+        SCRIPT, *SMALL, *flags, inject="dies-in-save", SAVES=str(path), LEFT=str(left), status=1
+    )
     assert run.report.cases == []
     before, broken = sorted(left.glob("*/fsdp2-dcp.save/*"))
     assert not (broken / ".metadata").exists()
@@ -97,7 +95,7 @@ def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
 
 
 @faults
-def test_ctrl_c_while_another_process_saves(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_ctrl_c_while_another_process_saves(start: Start, tmp_path: Path) -> None:
     """Folders are removed and no process is left. test_input_sweep.py kills all ranks."""
     path = tmp_path / "checkpoints"
     flags = ("--modes", "async-process", "--iters", "1000", "--paths", str(path))

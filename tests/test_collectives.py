@@ -2,12 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from benchmarks.collectives import OPERATIONS
+from tests.process import Bench
 
 SCRIPT = "benchmarks/collectives.py"
 SHORT = ("-b", "64", "-e", "64", "-n", "2", "-w", "1", "--iters", "6")
@@ -15,10 +14,9 @@ SHORT = ("-b", "64", "-e", "64", "-n", "2", "-w", "1", "--iters", "6")
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
+def test_every_operation(bench: Bench, ranks: int) -> None:
     flags = ("--collective", "all", "-r", str(ranks - 1), "--cache-warm")
     run = bench(SCRIPT, *SHORT, *flags, ranks=ranks)
-    assert run.status == 0, run.err
     names = [name for name in OPERATIONS if name != "sendrecv" or ranks > 1]
     assert [case.key["collective"] for case in run.report.cases] == names
     for case in run.report.cases:
@@ -39,9 +37,8 @@ def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
 
 
 @pytest.mark.smoke
-def test_types_and_reductions(bench: Callable[..., Any]) -> None:
+def test_types_and_reductions(bench: Bench) -> None:
     run = bench(SCRIPT, *SHORT, "--iters", "1", "-d", "half,uint8,int64", "-o", "all")
-    assert run.status == 0, run.err
     pairs = {(case.key["dtype"], case.key["redop"]) for case in run.report.cases}
     assert len(pairs) == 3 * 5 - 2
     assert run.out.count("# n/a: averages of integers are not defined") == 2
@@ -49,10 +46,9 @@ def test_types_and_reductions(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_groups_a_limit_and_a_lower_bound(bench: Callable[..., Any]) -> None:
+def test_groups_a_limit_and_a_lower_bound(bench: Bench) -> None:
     flags = ("--collective", "all_gather", "-d", "half", "--groups", "0,3/1,2", "--limit", "5")
-    run = bench(SCRIPT, *SHORT, *flags, "--min-busbw", "1e9", ranks=5)
-    assert run.status == 1
+    run = bench(SCRIPT, *SHORT, *flags, "--min-busbw", "1e9", ranks=5, status=1)
     (case,) = run.report.cases
     assert (case.check, case.ranks, case.key["caches"]) == ("passed", [0, 1, 2, 3], "cold")
     assert len(case.metrics["in_place_group_times_s"]) == 2
@@ -62,11 +58,10 @@ def test_groups_a_limit_and_a_lower_bound(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_sizes_share_a_total_time(bench: Callable[..., Any]) -> None:
+def test_sizes_share_a_total_time(bench: Bench) -> None:
     """No interval is as narrow as 1e-6, so each size is visited twice, and its samples add up."""
     limits = ("--total-seconds", "1000", "--max-seconds", "0.5", "--target-ci", "1e-6")
     run = bench(SCRIPT, "-b", "8", "-e", "32", *limits)
-    assert run.status == 0, run.err
     lines = run.path.read_text().splitlines()
     visits = [json.loads(line) for line in lines if '"key"' in line]
     assert [v["key"]["size_bytes"] for v in visits] == [8, 16, 32, 8, 16, 32]
@@ -80,19 +75,17 @@ def test_sizes_share_a_total_time(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_a_size_that_does_not_fit(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, "-e", "64T", ranks=0)
-    assert run.status == 2
+def test_a_size_that_does_not_fit(bench: Bench) -> None:
+    run = bench(SCRIPT, "-e", "64T", ranks=0, status=2)
     assert "lower -e" in run.err
     assert run.err.count("\n") == 1
 
 
 @pytest.mark.faults
-def test_one_wrong_value_is_counted_in_every_operation(bench: Callable[..., Any]) -> None:
+def test_one_wrong_value_is_counted_in_every_operation(bench: Bench) -> None:
     """In each call, in place and out of place. Rank 1 is the root, so that it receives."""
     flags = ("--collective", "all", "-d", "bfloat16", "-r", "1")
-    run = bench(SCRIPT, *SHORT, *flags, inject="one-wrong-value")
-    assert run.status == 1
+    run = bench(SCRIPT, *SHORT, *flags, inject="one-wrong-value", status=1)
     assert [case.key["collective"] for case in run.report.cases] == list(OPERATIONS)
     for case in run.report.cases:
         variants, m = OPERATIONS[case.key["collective"]].variants, case.metrics
@@ -102,10 +95,9 @@ def test_one_wrong_value_is_counted_in_every_operation(bench: Callable[..., Any]
 
 
 @pytest.mark.faults
-def test_a_rank_that_does_not_take_part(bench: Callable[..., Any]) -> None:
+def test_a_rank_that_does_not_take_part(bench: Bench) -> None:
     flags = ("-d", "bfloat16", "-o", "sum,avg,max", "-b", "6400", "-e", "6400")
-    run = bench(SCRIPT, *SHORT, *flags, inject="left-out", ranks=3)
-    assert run.status == 1
+    run = bench(SCRIPT, *SHORT, *flags, inject="left-out", ranks=3, status=1)
     assert [case.key["redop"] for case in run.report.cases] == ["sum", "avg", "max"]
     assert all(case.metrics["in_place_wrong"] > 100 for case in run.report.cases)
 
@@ -114,11 +106,10 @@ BESIDE = ("-b", "1K", "-e", "1K", "-w", "1", "--iters", "6", "--beside")
 
 
 @pytest.mark.smoke
-def test_two_concurrent_collectives(bench: Callable[..., Any]) -> None:
+def test_two_concurrent_collectives(bench: Bench) -> None:
     """Each alone and both together, interleaved within a case, for all operations."""
     names = [name for name in OPERATIONS if name != "sendrecv"]
     run = bench(SCRIPT, *BESIDE, "all_to_all:4K", "--collective", ",".join(names), ranks=3)
-    assert run.status == 0, run.err
     cases = run.report.cases
     assert [case.key["collective"] for case in cases] == names
     for case in cases:
@@ -137,10 +128,7 @@ def test_two_concurrent_collectives(bench: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "beside"), [("all_reduce", "all_gather"), ("all_gather", "all_reduce")]
 )
-def test_a_wrong_value_of_either_is_found(
-    bench: Callable[..., Any], name: str, beside: str
-) -> None:
+def test_a_wrong_value_of_either_is_found(bench: Bench, name: str, beside: str) -> None:
     flags = (*BESIDE, f"{beside}:8K", "--collective", name, "-b", "8K", "-e", "8K")
-    run = bench(SCRIPT, *flags, inject="wrong-sum")
-    assert run.status == 1
+    run = bench(SCRIPT, *flags, inject="wrong-sum", status=1)
     assert run.report.cases[0].check == "failed: 1 wrong values"

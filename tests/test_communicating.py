@@ -1,10 +1,10 @@
 """Models whose step communicates, under ddp_sweep.py and compile_sweep.py."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.process import Bench
 
 MODELS = "tests.communicating_models"
 SHORT = ("--iters", "6", "--warmup-iters", "1", "--timeout", "100")
@@ -12,14 +12,13 @@ SHORT = ("--iters", "6", "--warmup-iters", "1", "--timeout", "100")
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_they_are_measured_on_several_ranks(bench: Callable[..., Any], ranks: int) -> None:
+def test_they_are_measured_on_several_ranks(bench: Bench, ranks: int) -> None:
     """Each case has a default group of its own. A rank that leaves does not stop the others, and
     groups that a case has created do not disturb the next one."""
     measured = ("towers", "norm", "own_group", "experts", "leaves", "plain")
     refused = ("sync_batch_norm", "fails_before_group", "leaves?passes=1")
     names = ",".join(f"{MODELS}:{name}" for name in (*refused, *measured))
-    run = bench("benchmarks/ddp_sweep.py", *SHORT, "--models", names, ranks=ranks)
-    assert run.status == 1, run.err
+    run = bench("benchmarks/ddp_sweep.py", *SHORT, "--models", names, ranks=ranks, status=1)
     sizes = [2, 3][: ranks - 1]
     got = {
         name: [c for c in run.report.cases if c.key["model"].endswith(name)] for name in measured
@@ -60,12 +59,11 @@ def test_they_are_measured_on_several_ranks(bench: Callable[..., Any], ranks: in
 
 
 @pytest.mark.smoke
-def test_the_losses_are_those_of_eager_steps_of_all_ranks(bench: Callable[..., Any]) -> None:
+def test_the_losses_are_those_of_eager_steps_of_all_ranks(bench: Bench) -> None:
     copied = "docs.models.towers:towers?batch=8&width=16"
     names = ",".join([copied, *(f"{MODELS}:{name}" for name in ("norm", "experts"))])
     flags = ("--strategies", "none,ddp", "--backends", "eager,aot_eager", "--models", names)
     run = bench("benchmarks/compile_sweep.py", *SHORT, *flags)
-    assert run.status == 0, run.err
     assert [case.name for case in run.report.cases] == ["ddp eager", "ddp aot_eager"] * 3
     assert {case.check for case in run.report.cases} == {"passed"}
     assert f"# {MODELS}:norm: its step communicates (allreduce), so cases of `none` are" in run.out
@@ -75,18 +73,19 @@ def test_the_losses_are_those_of_eager_steps_of_all_ranks(bench: Callable[..., A
 @pytest.mark.parametrize(
     ("script", "flags"), [("ddp_sweep", "--world-sizes 1"), ("compile_sweep", "--strategies none")]
 )
-def test_one_rank_is_refused(bench: Callable[..., Any], script: str, flags: str) -> None:
-    run = bench(f"benchmarks/{script}.py", *SHORT, "--model", f"{MODELS}:norm", *flags.split())
+def test_one_rank_is_refused(bench: Bench, script: str, flags: str) -> None:
+    run = bench(
+        f"benchmarks/{script}.py", *SHORT, "--model", f"{MODELS}:norm", *flags.split(), status=1
+    )
     line = "norm: its step communicates (allreduce), and these cases have only one rank"
     assert f"--model {MODELS}:{line}" in run.reason
     assert not run.path.exists()
 
 
 @pytest.mark.smoke
-def test_a_world_of_one(bench: Callable[..., Any]) -> None:
+def test_a_world_of_one(bench: Bench) -> None:
     """Then nothing is left out: the collectives have one rank."""
     run = bench("benchmarks/ddp_sweep.py", *SHORT, "--model", f"{MODELS}:towers", ranks=1)
-    assert run.status == 0, run.err
     assert [(case.name, case.check) for case in run.report.cases] == [
         ("no ddp", "passed"),
         ("1M/1R", "passed"),
@@ -94,18 +93,15 @@ def test_a_world_of_one(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_a_hang_in_the_trial(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "waits.py").write_text(
+def test_a_hang_in_the_trial(bench: Bench, here: Path) -> None:
+    (here / "waits.py").write_text(
         "import torch, torch.distributed as dist\n"
         "def loss(y):\n"
         "    dist.get_rank() or dist.barrier()\n"
         "    return y.sum()\n"
         "def make(device): return torch.nn.Linear(4, 4), torch.ones(2, 4), loss\n"
     )
-    monkeypatch.chdir(tmp_path)
     flags = ("--model", "waits:make", "--timeout", "15")
-    run = bench("benchmarks/ddp_sweep.py", *flags)
+    run = bench("benchmarks/ddp_sweep.py", *flags, status=1)
     assert "rank 0 on " in run.reason
     assert ", case 'trial of waits:make', setup: is behind the other ranks" in run.reason

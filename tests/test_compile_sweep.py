@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +21,7 @@ from benchmarks.workloads.reference import Reference
 from common.stats import Estimate, Times
 from harness.report import Case
 from tests import own_models
-from tests.process import ROOT
+from tests.process import ROOT, Bench
 
 SCRIPT = "benchmarks/compile_sweep.py"
 MODELS = ROOT / "docs" / "models"
@@ -31,10 +30,9 @@ smoke, faults = pytest.mark.smoke, pytest.mark.faults
 
 
 @smoke
-def test_ones_own_model_by_every_strategy(bench: Callable[..., Any]) -> None:
+def test_ones_own_model_by_every_strategy(bench: Bench) -> None:
     flags = ("--model", "tests.own_models:gpt", "--strategies", "all", "--iters", "2", "-w", "1")
     run = bench(SCRIPT, *flags, "--dynamo", "eager,aot_eager", ranks=2)
-    assert run.status == 0, run.err
     cases = {(c.key["strategy"], c.key["compiler"]): c for c in run.report.cases}
     assert list(cases) == [(s, b) for s in compile_sweep.STRATEGIES for b in ("eager", "aot_eager")]
     for (strategy, backend), case in cases.items():
@@ -50,13 +48,12 @@ def test_ones_own_model_by_every_strategy(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-def test_interleaved_strategies(bench: Callable[..., Any]) -> None:
+def test_interleaved_strategies(bench: Bench) -> None:
     """A replica of a user's model for each strategy. A resumed run prints the rows from the
     report."""
     flags = "--model tests.own_models:gpt --interleave --strategies ddp,fsdp2 "
     flags += "--backends eager,aot_eager --iters 12 -w 1"
     run = bench(SCRIPT, *flags.split(), ranks=2)
-    assert run.status == 0, run.err
     (case,) = run.report.cases
     labels = ["ddp eager", "ddp aot_eager", "fsdp2 eager", "fsdp2 aot_eager"]
     assert (case.check, case.key["settings"]) == ("passed", ", ".join(labels))
@@ -73,7 +70,6 @@ def test_interleaved_strategies(bench: Callable[..., Any]) -> None:
         assert " ddp eager" in sentence
     assert "fastest" in sentences[-1]
     again = bench(SCRIPT, *flags.split(), "--resume", ranks=2)
-    assert again.status == 0, again.err
     for label in labels:
         assert re.search(rf"^{label}  ", again.out, re.MULTILINE)
     assert re.search(rf"^# {case.name}: measured 20.* UTC on ", again.out, re.MULTILINE)
@@ -92,24 +88,16 @@ TINY_T5 = "num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, "
 
 @smoke
 @pytest.mark.parametrize(("model", "backend"), [("bert", "aot_eager"), ("t5", "eager")])
-def test_models_of_transformers(
-    model: str,
-    backend: str,
-    bench: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_models_of_transformers(model: str, backend: str, bench: Bench, here: Path) -> None:
     """docs/models/hf.py, but smaller. The source program wraps BertLayer and T5Block."""
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
     text = (MODELS / "hf.py").read_text().replace("(4, 512)", "(2, 16)")
     text = text.replace("BertConfig(", f"BertConfig(vocab_size=64, {TINY_BERT}")
-    (tmp_path / "hf.py").write_text(text.replace("T5Config(", f"T5Config(vocab_size=64, {TINY_T5}"))
-    monkeypatch.chdir(tmp_path)
+    (here / "hf.py").write_text(text.replace("T5Config(", f"T5Config(vocab_size=64, {TINY_T5}"))
     flags = ("--model", f"hf:{model}", "--strategies", "ddp,fsdp1,fsdp2", "--iters", "1", "-w", "1")
     classes = ("--fsdp-wrap-classes", {"bert": "BertLayer", "t5": "T5Block"}[model])
     run = bench(SCRIPT, *flags, *classes, "--fsdp-checkpoint", "--backends", backend)
-    assert run.status == 0, run.err + run.out
     cases = run.report.cases
     assert [case.check for case in cases] == ["passed"] * 3
     layers = {"bert": 3, "t5": 4}[model]  # T5 has 2 in its encoder and 2 in its decoder
@@ -117,23 +105,18 @@ def test_models_of_transformers(
 
 
 @smoke
-def test_the_gpt_2_of_the_page(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpt_2_of_the_page(bench: Bench, here: Path) -> None:
     """With both scripts and small parameters. DDP and FSDP2 are compared."""
     if importlib.util.find_spec("transformers") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
-    save_module("mine.py", tmp_path)
-    monkeypatch.chdir(tmp_path)
+    save_module("mine.py", here)
     model = ("--model", "mine:gpt2?batch=2&layers=1&width=48&length=16")
     run = bench("benchmarks/ddp_sweep.py", *model, "--world-sizes", "2", "--iters", "1")
-    assert run.status == 0, run.err + run.out
     assert [case.check for case in run.report.cases] == ["passed"] * 2
     assert {case.key["batch_size"] for case in run.report.cases} == {2}
     assert "tokens_per_s" in run.report.cases[1].metrics
     flags = ("--interleave", "--strategies", "ddp,fsdp2", "--backends", "eager", "--iters", "1")
     run = bench(SCRIPT, *model, *flags)
-    assert run.status == 0, run.err + run.out
     (case,) = run.report.cases
     assert case.check == "passed"
     assert re.search(r"samples/s +tokens/s", run.out)
@@ -165,15 +148,12 @@ class Logits(torch.nn.Module):
 
 
 @smoke
-def test_a_model_of_torchbench(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_torchbench(bench: Bench, here: Path) -> None:
     """docs/models/tb.py, with a stand-in that has the interface of torchbench."""
-    package = tmp_path / "torchbenchmark" / "models" / "hf_Tiny"
+    package = here / "torchbenchmark" / "models" / "hf_Tiny"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
-    shutil.copy(MODELS / "tb.py", tmp_path)
-    monkeypatch.chdir(tmp_path)
+    shutil.copy(MODELS / "tb.py", here)
     flags = (
         "--model",
         "tb:hf_Tiny",
@@ -185,58 +165,45 @@ def test_a_model_of_torchbench(
         "1",
     )
     run = bench(SCRIPT, *flags)
-    assert run.status == 0, run.err + run.out
     (case,) = run.report.cases
     assert (case.check, case.key["batch_size"], case.metrics["fsdp_units"]) == ("passed", 6, 3)
 
 
 @smoke
-def test_graphs_as_the_source_printed_them(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_as_the_source_printed_them(bench: Bench, here: Path) -> None:
     """TORCH_LOGS instead of `--dynamo print`: the graph, and its parts at the buckets of DDP."""
     flags = ("--ddp", "--dynamo", "aot_eager", "--iters", "1", "--profile")
-    monkeypatch.chdir(tmp_path)
     run = bench(SCRIPT, *flags, cold=True, TORCH_LOGS="graph_code,ddp_graphs")
-    assert run.status == 0, run.err
     assert "submod_0" in run.err
     assert "submod_1" in run.err
-    assert len(list((tmp_path / "traces").glob("*.json.gz"))) > 0  # --profile without a folder
+    assert len(list((here / "traces").glob("*.json.gz"))) > 0  # --profile without a folder
 
 
 @smoke
-def test_the_graph_of_autograd_by_torchviz(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(MODELS / "drawn.py", tmp_path)
-    (tmp_path / "hf.py").write_text("from tests.own_models import gpt as bert\n")
-    monkeypatch.chdir(tmp_path)
+def test_the_graph_of_autograd_by_torchviz(bench: Bench, here: Path) -> None:
+    shutil.copy(MODELS / "drawn.py", here)
+    (here / "hf.py").write_text("from tests.own_models import gpt as bert\n")
     flags = ("--model", "drawn:bert", "--ddp", "--backends", "eager", "--iters", "1")
-    run = bench(SCRIPT, *flags)
-    assert run.status == 0, run.err + run.out
-    assert "layers.2.down.weight" in (tmp_path / "bert.dot").read_text()
+    bench(SCRIPT, *flags)
+    assert "layers.2.down.weight" in (here / "bert.dot").read_text()
 
 
 @smoke
-def test_a_model_without_layers_in_lists_is_one_unit(bench: Callable[..., Any]) -> None:
+def test_a_model_without_layers_in_lists_is_one_unit(bench: Bench) -> None:
     """The title says so."""
     flags = ("--model", "tests.own_models:noisy", "--strategies", "ddp,fsdp2", "--iters", "1")
     run = bench(SCRIPT, *flags, "--backends", "eager")
-    assert run.status == 0, run.err
     assert "FSDP in one unit" in run.out
     assert "FSDP wraps" not in run.out
     assert [case.metrics["fsdp_units"] for case in run.report.cases] == [0, 0]
 
 
 @smoke
-def test_a_decoder_on_three_ranks_in_one_unit_with_a_trace(
-    bench: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_decoder_on_three_ranks_in_one_unit_with_a_trace(bench: Bench, tmp_path: Path) -> None:
     flags = ("--models", "decoder-nano", "--batch-size", "2", "--strategies", "ddp,fsdp2")
     more = ("--backends", "eager", "--dtype", "bf16", "--no-fsdp-wrap", "--iters", "1")
     trace = ("--profile", str(tmp_path), "--profile-ranks", "0")
     run = bench(SCRIPT, *flags, *more, *trace, ranks=3)
-    assert run.status == 0, run.err + run.out
     assert "bf16, FSDP in one unit" in run.out
     for case in run.report.cases:
         assert (case.check, len(case.ranks), case.metrics["fsdp_units"]) == ("passed", 3, 0)
@@ -247,20 +214,18 @@ def test_a_decoder_on_three_ranks_in_one_unit_with_a_trace(
 
 
 @smoke
-def test_caches_are_cold_under_plain_python(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_caches_are_cold_under_plain_python(bench: Bench, tmp_path: Path) -> None:
     warm = tmp_path / "warm"
     flags = ("--strategies", "ddp", "--backends", "inductor", "--iters", "1")
     run = bench(SCRIPT, *flags, ranks=0, TORCHINDUCTOR_CACHE_DIR=str(warm))
-    assert run.status == 0, run.err
     assert [(c.check, len(c.ranks)) for c in run.report.cases] == [("passed", 1)]
     assert list(warm.rglob("*.so")) == []
 
 
 @faults
-def test_gradients_that_are_not_averaged(bench: Callable[..., Any]) -> None:
+def test_gradients_that_are_not_averaged(bench: Bench) -> None:
     flags = ("--strategies", "all", "--backends", "eager", "--iters", "1")
-    run = bench(SCRIPT, *flags, ranks=2, inject="unaveraged-gradients")
-    assert run.status == 1
+    run = bench(SCRIPT, *flags, ranks=2, inject="unaveraged-gradients", status=1)
     none, *others = run.report.cases
     assert none.check == "passed"
     for case in others:
@@ -268,9 +233,9 @@ def test_gradients_that_are_not_averaged(bench: Callable[..., Any]) -> None:
 
 
 @faults
-def test_a_compiler_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, "--strategies", "ddp", ranks=2, inject="compiler-fails")
-    assert run.status == 1  # of torchrun; the scripts end with 2
+def test_a_compiler_that_fails_on_one_rank(bench: Bench) -> None:
+    # of torchrun; the scripts end with 2
+    run = bench(SCRIPT, "--strategies", "ddp", ranks=2, inject="compiler-fails", status=1)
     said = "inductor cannot compile x * x on rank 1: InvalidCxxCompiler: No working C++ compiler"
     assert said in run.err
 

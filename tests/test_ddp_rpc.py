@@ -1,13 +1,11 @@
 """ddp_rpc.py under torchrun, and faults that its check against one process finds."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from benchmarks import ddp_rpc
-from tests.process import RPC_CLOSED
+from tests.process import RPC_CLOSED, Bench
 
 SCRIPT = "benchmarks/ddp_rpc.py"
 SHORT = ("--device", "cpu", "--epochs", "3", "--warmup-cycles", "1")
@@ -15,11 +13,10 @@ SHORT = ("--device", "cpu", "--epochs", "3", "--warmup-cycles", "1")
 
 @pytest.mark.smoke
 @pytest.mark.oldest
-def test_five_processes(bench: Callable[..., Any]) -> None:
+def test_five_processes(bench: Bench) -> None:
     """2 trainers, and 2 servers whose sparse tables have 512 columns together: no projection."""
     flags = ("--number-trainers", "2", "--number_ps", "2", "--sparse", "--embedding-dim", "256")
     run = bench(SCRIPT, *SHORT, *flags, "--lookup", "all", ranks=5)
-    assert run.status == 0, run.err
     assert RPC_CLOSED.sub("", run.err) == "" or "OMP_NUM_THREADS" in run.err
     assert "2 trainers, 2 servers with a sparse table of 300 x 256 each\nrpc threads 2" in run.out
     ways = [(how, way) for how in ("parallel", "sequential") for way in ("distributed", "manual")]
@@ -43,14 +40,10 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("fault", "autograd"),
-    [("wrong-lookup", "distributed"), ("lost-gradient", "manual")],
+    ("fault", "autograd"), [("wrong-lookup", "distributed"), ("lost-gradient", "manual")]
 )
-def test_the_check_finds_wrong_results(
-    bench: Callable[..., Any], fault: str, autograd: str
-) -> None:
-    run = bench(SCRIPT, *SHORT, "--autograd", autograd, ranks=4, inject=fault)
-    assert run.status != 0
+def test_the_check_finds_wrong_results(bench: Bench, fault: str, autograd: str) -> None:
+    run = bench(SCRIPT, *SHORT, "--autograd", autograd, ranks=4, inject=fault, status=1)
     (case,) = run.report.cases
     off = re.fullmatch(
         r"failed: after 3 steps the parameters differ from those of a single process by (\S+) of "
@@ -63,11 +56,10 @@ def test_the_check_finds_wrong_results(
 
 
 @pytest.mark.faults
-def test_a_trainer_that_fails(bench: Callable[..., Any]) -> None:
+def test_a_trainer_that_fails(bench: Bench) -> None:
     """The other trainer does not wait for it, and the next case is measured."""
     flags = ("--autograd", "manual,distributed", "--timeout", "60")
-    run = bench(SCRIPT, *SHORT, *flags, ranks=4, inject="step-raises")
-    assert run.status != 0
+    run = bench(SCRIPT, *SHORT, *flags, ranks=4, inject="step-raises", status=1)
     first, second = run.report.cases
     assert first.check == "failed: RuntimeError: injected: no kernel for this step (rank 1)"
     assert f"\n{first.name}  failed: RuntimeError: injected" in run.out

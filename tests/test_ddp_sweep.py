@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from benchmarks.workloads.check import NOT_FINITE
 from common.stats import Estimate, Times
 from harness.benchmark import Implausible
 from harness.report import Case
-from tests.process import ROOT
+from tests.process import ROOT, Bench, Start
 from tests.test_sources import table
 
 SCRIPT = "benchmarks/ddp_sweep.py"
@@ -32,10 +31,9 @@ def efficiencies(text: str) -> list[str]:
 
 
 @smoke
-def test_two_ranks_with_and_without_a_hook(bench: Callable[..., Any]) -> None:
+def test_two_ranks_with_and_without_a_hook(bench: Bench) -> None:
     flags = ("--comm-hook", "none,bf16", "--dtype", "bf16", "--bucket-size", "1")
     run = bench(SCRIPT, *SMALL, *flags, "--batch-size", "2", "--world-sizes", "2", ranks=2)
-    assert run.status == 0, run.err
     assert [case.key["comm_hook"] for case in run.report.cases] == [None, "none", "bf16"]
     assert {case.check for case in run.report.cases} == {"passed"}
     last = run.report.cases[-1]
@@ -51,18 +49,14 @@ def test_two_ranks_with_and_without_a_hook(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-def test_odd_numbers_of_ranks_and_ones_own_model(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_numbers_of_ranks_and_ones_own_model(bench: Bench, here: Path) -> None:
     """The path of the checkout has a space, and the model is in the working directory."""
-    copy = tmp_path / "a checkout"
+    copy = here / "a checkout"
     for folder in ("benchmarks", "common", "harness"):
         shutil.copytree(ROOT / folder, copy / folder)
-    shutil.copy(ROOT / "tests" / "own_models.py", tmp_path / "mine.py")
-    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "tests" / "own_models.py", here / "mine.py")
     flags = ("--model", "mine:idle", "--find-unused-parameters", "--world-sizes", "1,3,5")
     run = bench(str(copy / SCRIPT), *SHORT, *flags, ranks=5)
-    assert run.status == 0, run.err
     assert "\nmine:idle, batch size 3 per rank (weak scaling), torch's" in run.out
     names = [case.name for case in run.report.cases]
     assert names == ["no ddp", "1M/1R", "1M/3R", "1M/5R"]
@@ -93,15 +87,10 @@ def leaves(device):
     ],
 )
 def test_a_model_that_differs_on_one_rank(
-    bench: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    line: str,
+    bench: Bench, here: Path, function: str, line: str
 ) -> None:
-    (tmp_path / "differs.py").write_text(ONE_RANK_DIFFERS)
-    monkeypatch.chdir(tmp_path)
-    run = bench(SCRIPT, *SHORT, "--model", f"differs:{function}")
+    (here / "differs.py").write_text(ONE_RANK_DIFFERS)
+    run = bench(SCRIPT, *SHORT, "--model", f"differs:{function}", status=1)
     assert "exitcode  : 2 " in run.err
     assert line in run.reason
     assert not run.path.exists()
@@ -167,16 +156,12 @@ def jagged(device):
 
 
 @smoke
-def test_odd_models(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_models(bench: Bench, here: Path) -> None:
     """A model that is refused or leaves does not end the measurement of the others. A graph has no
     known number of samples, so it has no rates."""
-    (tmp_path / "odd.py").write_text(ODD)
-    monkeypatch.chdir(tmp_path)
+    (here / "odd.py").write_text(ODD)
     names = ",".join(f"odd:{name}" for name in ("fails", "leaves", "sparse", "graph"))
-    run = bench(SCRIPT, *SHORT, "--models", names, "--world-sizes", "2", "--static-graph")
-    assert run.status == 1, run.err
+    run = bench(SCRIPT, *SHORT, "--models", names, "--world-sizes", "2", "--static-graph", status=1)
     assert "error: --model odd:fails: ValueError: no data (odd.py:40)\n" in run.err
     checks = [(c.key["model"], len(c.ranks), c.check) for c in run.report.cases]
     left = "failed: SystemExit: 0 (odd.py:33) (rank "
@@ -196,17 +181,13 @@ def test_odd_models(
 
 
 @smoke
-def test_batches_of_objects_and_a_defect_of_torch(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_objects_and_a_defect_of_torch(bench: Bench, here: Path) -> None:
     """DDP passes objects like PyG's Data, and jagged tensors. Without accumulation, a static graph
     passes, too; with it, torch fails."""
-    (tmp_path / "odd.py").write_text(ODD)
-    monkeypatch.chdir(tmp_path)
+    (here / "odd.py").write_text(ODD)
     options = "none,gradient_as_bucket_view,static_graph"
     flags = ("--models", "odd:data,odd:jagged", "--world-sizes", "2", "--accumulate", "2")
-    run = bench(SCRIPT, *SHORT, *flags, "--ddp-options", options, "--no-breakdown")
-    assert run.status == 1, run.err
+    run = bench(SCRIPT, *SHORT, *flags, "--ddp-options", options, "--no-breakdown", status=1)
     assert [case.key["batch_size"] for case in run.report.cases] == [2] * 4 + [3] * 4
     names = ["no ddp", *(f"1M/2R {option}" for option in options.split(","))]
     assert [case.name for case in run.report.cases] == names * 2
@@ -218,12 +199,11 @@ def test_batches_of_objects_and_a_defect_of_torch(
 
 
 @smoke
-def test_strong_scaling(bench: Callable[..., Any]) -> None:
+def test_strong_scaling(bench: Bench) -> None:
     """The first rank alone trains the global batch, with an optimizer of its own: that of the DDP
     replica may communicate, and would wait for the other rank."""
     flags = (*SMALL, "--global-batch", "8", "--timeout", "60")
     run = bench(SCRIPT, *flags, ranks=2, inject="optimizer-communicates")
-    assert run.status == 0, run.err
     assert "\nmobilenet_v3_small, global batch 8 (strong scaling), 32 px, " in run.out
     cases = run.report.cases
     assert [(case.name, case.key["batch_size"]) for case in cases] == [("1M/1R", 8), ("1M/2R", 4)]
@@ -231,7 +211,7 @@ def test_strong_scaling(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-def test_hooks_average_gradients_and_local_compute_does_not(start: Callable[..., Any]) -> None:
+def test_hooks_average_gradients_and_local_compute_does_not(start: Start) -> None:
     """fp16 rounds to 11 bits and bf16 to 8 bits, both the gradients of a rank and the sum."""
     process = start("tests/average_by_hooks.py", ranks=2)
     assert process.wait(200) == 0, process.err
@@ -316,14 +296,13 @@ def test_a_diverging_loss_is_not_a_failure_of_ddp(
 
 
 @smoke
-def test_batches_of_tokens_and_a_loss_that_diverges(bench: Callable[..., Any]) -> None:
+def test_batches_of_tokens_and_a_loss_that_diverges(bench: Bench) -> None:
     """Two sizes of a model, given by its parameter. A sample has 3 tokens. Losses that are a sum or
     infinite are measured as well."""
     own = "tests.own_models"
     models = f"{own}:batch_of_transformers?batch=2,{own}:batch_of_transformers?batch=4"
     flags = ("--models", f"{models},{own}:everything,{own}:diverges", "--world-sizes", "2")
     run = bench(SCRIPT, *SHORT, *flags, "--accumulate", "3")
-    assert run.status == 0, run.err
     of_two = [case for case in run.report.cases if len(case.ranks) == 2]
     assert [case.key["batch_size"] for case in of_two] == [2, 4, 3, 3]
     assert [case.check for case in of_two[:3]] == ["passed"] * 3
@@ -337,12 +316,11 @@ def test_batches_of_tokens_and_a_loss_that_diverges(bench: Callable[..., Any]) -
 
 
 @smoke
-def test_interleaved_settings(bench: Callable[..., Any]) -> None:
+def test_interleaved_settings(bench: Bench) -> None:
     """Four settings in one case. Each has a printed ratio to the first one."""
     flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--interleave")
     swept = ("--bucket-size", "25,0.001", "--comm-hook", "none,bf16")
     run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, *swept)
-    assert run.status == 0, run.err
     no_ddp, case = run.report.cases
     labels = ["25MB none", "25MB bf16", "0.001MB none", "0.001MB bf16"]
     assert case.key["settings"] == ", ".join(labels)
@@ -368,12 +346,11 @@ def test_interleaved_settings(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-def test_interleaved_dtypes_and_options(bench: Callable[..., Any]) -> None:
+def test_interleaved_dtypes_and_options(bench: Bench) -> None:
     """A parameter without a gradient requires one of two options."""
     options = "static_graph,find_unused_parameters+gradient_as_bucket_view"
     flags = ("--model", "tests.own_models:idle", "--world-sizes", "2", "--interleave")
     run = bench(SCRIPT, *SHORT, *flags, "--dtype", "fp32,bf16", "--ddp-options", options)
-    assert run.status == 0, run.err
     *alone, case = run.report.cases
     assert [(c.name, c.key["dtype"]) for c in alone] == [
         ("no ddp fp32", "fp32"),
@@ -392,20 +369,16 @@ def test_interleaved_dtypes_and_options(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-def test_hooks_of_ones_own(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_of_ones_own(bench: Bench, here: Path) -> None:
     """One with the group as its state, one that is made with a parameter."""
-    (tmp_path / "hooks.py").write_text(
+    (here / "hooks.py").write_text(
         "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook\n"
         "def plain(state, bucket):\n    return allreduce_hook(state, bucket)\n"
         "def make(group, rank=1):\n    assert rank == 4\n    return group, plain\n"
     )
-    monkeypatch.chdir(tmp_path)
     hooks = "none,hooks:plain,hooks:make?rank=4"
     flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--interleave")
     run = bench(SCRIPT, *SHORT, *flags, "--comm-hook", hooks)
-    assert run.status == 0, run.err
     case = run.report.cases[-1]
     labels = [f"default {hook}" for hook in hooks.split(",")]
     assert case.key["settings"] == ", ".join(labels)
@@ -414,11 +387,10 @@ def test_hooks_of_ones_own(
 
 
 @smoke
-def test_settings_that_do_not_fit_into_memory_are_a_failed_row(bench: Callable[..., Any]) -> None:
+def test_settings_that_do_not_fit_into_memory_are_a_failed_row(bench: Bench) -> None:
     """The second replica does not fit on rank 1."""
     flags = ("--model", "tests.own_models:gpt", "--comm-hook", "none,fp16", "--interleave")
-    run = bench(SCRIPT, *SHORT, *flags, "--no-breakdown", inject="twin-raises")
-    assert run.status == 1, run.err
+    run = bench(SCRIPT, *SHORT, *flags, "--no-breakdown", inject="twin-raises", status=1)
     alone, one, two = run.report.cases
     assert (alone.check, one.check) == ("passed", "passed")
     assert two.check == "failed: OutOfMemoryError: injected: no memory for a twin (rank 1)"
@@ -427,12 +399,11 @@ def test_settings_that_do_not_fit_into_memory_are_a_failed_row(bench: Callable[.
 
 
 @smoke
-def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
+def test_powersgd_over_gloo(bench: Bench) -> None:
     """It trains with one bucket. With several buckets torch's hook would hang, so the case fails
     and suggests a size: 16 x 32 + 3 x 1,104 parameters are 15 KiB."""
     flags = ("--model", "tests.own_models:gpt", "--comm-hook", "powersgd", "--world-sizes", "2")
-    run = bench(SCRIPT, *SHORT, *flags, "--bucket-size", "25,0.001")
-    assert run.status == 1, run.err
+    run = bench(SCRIPT, *SHORT, *flags, "--bucket-size", "25,0.001", status=1)
     _, one, several = run.report.cases
     assert one.check == "passed"
     assert list(one.samples_s) == ["step", "local compute", "no ddp"]
@@ -454,13 +425,12 @@ def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
     ],
 )
 def test_a_hook_that_does_not_average_is_found(
-    bench: Callable[..., Any], fault: str, hooks: str, reason: str
+    bench: Bench, fault: str, hooks: str, reason: str
 ) -> None:
     """One stops to average in a timed block: the weights do not change, because the learning rate
     is 0, so gradients are compared. Of interleaved settings the one with the hook is named."""
     flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--comm-hook", *hooks.split())
-    run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, inject=fault)
-    assert run.status == 1
+    run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, inject=fault, status=1)
     _, case = run.report.cases
     assert case.check.startswith(f"failed: {reason}")
 

@@ -4,7 +4,6 @@ other."""
 import ast
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from examples import ddp_exposed
-from tests.process import ROOT
+from tests.process import ROOT, Bench
 from tests.pure.test_cores import unknown_names
 
 EXAMPLES = ROOT / "examples"
@@ -114,7 +113,7 @@ def edited(name: str, folder: Path, old: str = "", new: str = "") -> str:
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_prints_the_output_in_its_docstring(
-    path: Path, bench: Callable[..., Any], tmp_path: Path
+    path: Path, bench: Bench, tmp_path: Path
 ) -> None:
     """On 3 ranks instead of 2, to test an odd number as well. compiled_ddp uses aot_eager, because
     inductor would run a C++ compiler on each rank."""
@@ -125,7 +124,6 @@ def test_an_example_prints_the_output_in_its_docstring(
     if path.stem == "compiled_ddp":
         flags, lines = ["aot_eager"], [line.replace("inductor", "aot_eager") for line in lines]
     run = bench(edited(path.stem, tmp_path), *flags, ranks=ranks, json=False)
-    assert run.status == 0, run.err
     assert any("95% interval" in line for line in lines)
     assert shape(run.out.splitlines()) == shape(lines)
 
@@ -142,12 +140,11 @@ def test_an_example_prints_the_output_in_its_docstring(
     ],
 )
 def test_a_wrong_result_ends_with_status_1(
-    name: str, ranks: int, old: str, new: str, bench: Callable[..., Any], tmp_path: Path
+    name: str, ranks: int, old: str, new: str, bench: Bench, tmp_path: Path
 ) -> None:
     """For example, a server loses the gradients of all trainers but one."""
     flags = ["aot_eager"] if name == "compiled_ddp" else []
-    run = bench(edited(name, tmp_path, old, new), *flags, ranks=ranks, json=False)
-    assert run.status == 1
+    run = bench(edited(name, tmp_path, old, new), *flags, ranks=ranks, json=False, status=1)
     assert "correct: False" in run.out
 
 
@@ -165,7 +162,7 @@ def test_a_wrong_result_ends_with_status_1(
     ],
 )
 def test_a_twin_does_not_communicate_over_its_axis(
-    name: str, kinds: str, expected: str, bench: Callable[..., Any], tmp_path: Path
+    name: str, kinds: str, expected: str, bench: Bench, tmp_path: Path
 ) -> None:
     """According to the flight recorder. DTensor treats meshes with equal names as one mesh."""
     spy = f"""    import json
@@ -181,13 +178,11 @@ def test_a_twin_does_not_communicate_over_its_axis(
     return 0
     gc.disable()"""
     run = bench(edited(name, tmp_path, "    gc.disable()", spy), ranks=4, json=False)
-    assert run.status == 0, run.err
     assert run.out == expected
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ["batch_update_ps", "ddp_rpc", "parameter_server", "who_is_slow"])
-def test_a_single_rank_is_refused(name: str, bench: Callable[..., Any]) -> None:
-    run = bench(f"examples/{name}.py", ranks=0, json=False)
-    assert run.status == 1
+def test_a_single_rank_is_refused(name: str, bench: Bench) -> None:
+    run = bench(f"examples/{name}.py", ranks=0, json=False, status=1)
     assert "expected 2 ranks or more: torchrun --nproc-per-node " in run.err

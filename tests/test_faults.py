@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from harness.report import load
-from tests.process import INJECT, ROOT, Process, environment, free_port
+from tests.process import INJECT, ROOT, Bench, Process, Start, environment, free_port
 
 SCRIPT = "benchmarks/ddp_sweep.py"
 SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
@@ -25,9 +24,8 @@ pytestmark = pytest.mark.faults
 
 
 @pytest.mark.oldest
-def test_a_stopped_rank_is_named(bench: Callable[..., Any], request: pytest.FixtureRequest) -> None:
-    run = bench(SCRIPT, *IMPATIENT, inject="stops")
-    assert run.status != 0
+def test_a_stopped_rank_is_named(bench: Bench, request: pytest.FixtureRequest) -> None:
+    run = bench(SCRIPT, *IMPATIENT, inject="stops", status=1)
     hang = run.err[run.err.index("HANG") :]
     _, stopped, waiting = hang.splitlines()[:3]
     assert re.match(r"rank 1 on .*1M/2R.*, block .*does not answer", stopped)
@@ -83,17 +81,13 @@ def make(device):
 """
 
 
-def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
-    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(bench: Bench, here: Path) -> None:
     """`no ddp` takes 240 * 0.2 = 48 s on rank 0. Rank 1 only waits. Its timer of 1.5 * 12 + 20 =
     38 s must not end it while rank 0 makes progress."""
-    (tmp_path / "outside.py").write_text(OUTSIDE)
-    monkeypatch.chdir(tmp_path)
+    (here / "outside.py").write_text(OUTSIDE)
     flags = ("--model", "outside:make", "--world-sizes", "2", "--no-breakdown")
     times = ("--iters", "240", "--warmup-iters", "1", "--timeout", "12")
     run = bench(SCRIPT, *flags, *times, cold=True)
-    assert run.status == 0, run.out + run.err
     assert [(case.name, case.check) for case in run.report.cases] == [
         ("no ddp", "passed"),
         ("1M/2R", "passed"),
@@ -116,16 +110,10 @@ def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
     ],
 )
 def test_torchrun_ends_with_the_reason(
-    bench: Callable[..., Any],
-    flags: tuple[str, ...],
-    fault: str | None,
-    status: int,
-    reason: str,
-    cases: int,
+    bench: Bench, flags: tuple[str, ...], fault: str | None, status: int, reason: str, cases: int
 ) -> None:
     """Its summary has the reason in one line. The report has the cases measured before."""
-    run = bench(SCRIPT, *flags, inject=fault)
-    assert run.status == 1  # torchrun's own
+    run = bench(SCRIPT, *flags, inject=fault, status=1)  # torchrun's own status
     *_, line, _ = run.err.splitlines()
     assert line.startswith("  traceback : ")
     assert re.search(reason, line)
@@ -133,10 +121,9 @@ def test_torchrun_ends_with_the_reason(
     assert (len(run.report.cases) if run.path.exists() else 0) == cases
 
 
-def test_a_restart_by_torchrun_resumes(bench: Callable[..., Any]) -> None:
+def test_a_restart_by_torchrun_resumes(bench: Bench) -> None:
     """Rank 1 is killed in the second case. The first case is not measured again."""
     run = bench(SCRIPT, *SHORT, "--resume", inject="dies", PET_MAX_RESTARTS="1")
-    assert run.status == 0, run.err
     assert "exitcode: -9" in run.err
     assert [case.name for case in run.report.cases] == ["no ddp", "1M/2R"]
     lines = [json.loads(line) for line in run.path.read_text().splitlines()]
@@ -145,17 +132,16 @@ def test_a_restart_by_torchrun_resumes(bench: Callable[..., Any]) -> None:
     assert os.listdir(run.path.parent) == ["report.jsonl"]
 
 
-def test_a_report_that_is_removed_during_the_run(bench: Callable[..., Any]) -> None:
+def test_a_report_that_is_removed_during_the_run(bench: Bench) -> None:
     """Its cases are lost, so the run fails, and no command with the path is suggested."""
-    run = bench(SCRIPT, *ALONE, ranks=0, inject="report-removed")
-    assert run.status == 1
+    run = bench(SCRIPT, *ALONE, ranks=0, inject="report-removed", status=1)
     assert not run.path.exists()
     assert f"error: --json {run.path}: the report was removed during the run" in run.err
     assert "# report " not in run.out
 
 
 @pytest.fixture
-def waiting(start: Callable[..., Any], tmp_path: Path) -> Any:
+def waiting(start: Start, tmp_path: Path) -> Any:
     """A run that waits in its second case: its process and the path of its report."""
     marker, path = tmp_path / "marker", tmp_path / "a folder" / "report.jsonl"
     path.parent.mkdir()
@@ -164,7 +150,7 @@ def waiting(start: Callable[..., Any], tmp_path: Path) -> Any:
     return process, path
 
 
-def test_resume_after_all_was_killed(waiting: Any, bench: Callable[..., Any]) -> None:
+def test_resume_after_all_was_killed(waiting: Any, bench: Bench) -> None:
     """A rank whose torchrun is gone ends by itself; --resume measures the missing case."""
     process, path = waiting
     ranks = process.ranks()
@@ -176,7 +162,6 @@ def test_resume_after_all_was_killed(waiting: Any, bench: Callable[..., Any]) ->
     with path.open("a") as file:
         file.write('{"key": {"cut": ')  # as after a crash in the middle of a line
     run = bench(SCRIPT, *SHORT, "--resume")
-    assert run.status == 0, run.err
     assert [case.name for case in run.report.cases] == ["no ddp", "1M/2R"]
     assert run.report.status == "complete"
 
@@ -199,11 +184,11 @@ def test_a_signal(waiting: Any, number: signal.Signals, to_ranks: bool) -> None:
 
 
 @pytest.mark.oldest
-def test_a_case_that_fails_on_one_rank_is_a_failed_case(bench: Callable[..., Any]) -> None:
+def test_a_case_that_fails_on_one_rank_is_a_failed_case(bench: Bench) -> None:
     """One case fails in build, the next in a step. The case after them, on the same ranks, is
     measured, and its slow rank is named. --resume measures the failed cases."""
     flags = (*SHORT, "--iters", "30", "--comm-hook", "none,allreduce,fp16")
-    run = bench(SCRIPT, *flags, inject="build-raises,step-raises,slow-rank")
+    run = bench(SCRIPT, *flags, inject="build-raises,step-raises,slow-rank", status=1)
     checks = {case.key["comm_hook"]: case.check for case in run.report.cases}
     memory = "failed: OutOfMemoryError: injected: out of memory (rank 1)"
     kernel = "failed: RuntimeError: injected: no kernel for this step (rank 1)"
@@ -211,14 +196,12 @@ def test_a_case_that_fails_on_one_rank_is_a_failed_case(bench: Callable[..., Any
     assert f"1M/2R none  {memory}" in run.out
     assert run.reason.startswith("2 of 4 cases failed; 1M/2R none: failed: OutOfMemoryError")
     assert run.reason.endswith(memory)
-    assert run.status != 0
     assert run.report.status == "failed"
     last = run.report.cases[-1]
     assert last.metrics["late_ranks"] == [1]
     assert re.search(r"2 ranks (train|and) .*; rank 1 on \S+ makes the other rank wait ", run.out)
     lines = len(run.path.read_text().splitlines())
     run = bench(SCRIPT, *flags, "--resume")
-    assert run.status == 0, run.err
     again = [*map(json.loads, run.path.read_text().splitlines()[lines:-1])]
     assert [line["key"]["comm_hook"] for line in again] == ["none", "allreduce"]
     assert {case.check for case in run.report.cases} == {"passed"}
@@ -237,19 +220,13 @@ MODES = ("--model", "decoder-nano", "--modes", "dcp.save,torch.save", "--paths",
     ids=["twin", "folder"],
 )
 def test_a_failure_between_two_groups_of_a_case_is_a_failed_case(
-    bench: Callable[..., Any],
-    tmp_path: Path,
-    fault: str,
-    script: str,
-    flags: tuple[str, ...],
-    check: str,
+    bench: Bench, tmp_path: Path, fault: str, script: str, flags: tuple[str, ...], check: str
 ) -> None:
     """The other ranks are about to create the next group, and must not wait in it for rank 1."""
     folder = str(tmp_path / "f")
     words = [flag.format(folder=folder) for flag in flags]
     words += ["--iters", "2", "--warmup-iters", "1", "--timeout", "30"]
-    run = bench(f"benchmarks/{script}.py", *words, inject=fault, SAVES=folder, ranks=4)
-    assert run.status == 1, run.out + run.err
+    run = bench(f"benchmarks/{script}.py", *words, inject=fault, SAVES=folder, ranks=4, status=1)
     failed, passed = run.report.cases[-2:]
     assert failed.check.startswith(f"failed: {check.format(folder=folder)}")
     assert passed.check == "passed"

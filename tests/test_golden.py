@@ -8,13 +8,14 @@ tests/golden.py refresh` records the new numbers for the same times.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import golden, quotients
+from tests.process import Start
 
 
 def numbers_in(value: Any) -> Iterator[float]:
@@ -47,9 +48,7 @@ def words_in(lines: list[str]) -> set[str]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("script", golden.SCRIPTS)
-def test_the_same_times_give_the_same_numbers(
-    script: str, start: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_same_times_give_the_same_numbers(script: str, start: Start, tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     process = start("tests/golden.py", "play", script, str(report), ranks=0)
     assert process.wait(120) == 0, process.err

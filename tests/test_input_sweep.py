@@ -4,14 +4,14 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.input_sweep import FROM_DEVICE, make_files
+from tests.process import Bench, Start
 
 SCRIPT = "benchmarks/input_sweep.py"
 TINY = ("--samples", "25", "--image-size", "32", "--cache", "warm", "--warmup-iters", "1")
@@ -26,13 +26,12 @@ def short() -> Iterator[Path]:
 
 
 @pytest.mark.smoke
-def test_a_slow_decoder_is_measured_as_waiting(bench: Callable[..., Any], short: Path) -> None:
+def test_a_slow_decoder_is_measured_as_waiting(bench: Bench, short: Path) -> None:
     """5 ms for each of 32 images: 160 ms a step in the rank itself, by a clock that counts only
     this delay. A worker's delays are not on the clock of its rank: tests/pure/test_input_sweep.py
     checks that workers do not run ahead in the resident blocks."""
     flags = ("--batch-size", "32", "--iters", "2", "--workers", "0,1", *FORK)
     run = bench(SCRIPT, *TINY, *flags, inject="planted-time,slow-decoder", TMPDIR=str(short))
-    assert run.status == 0, run.out + run.err
     planted_s = pytest.approx(32 * 0.005, rel=0.01)
     m = run.report.cases[0].metrics
     assert (m["loader_s"].value, m["step_s"].value) == (planted_s, planted_s)
@@ -45,24 +44,22 @@ def test_a_slow_decoder_is_measured_as_waiting(bench: Callable[..., Any], short:
 
 
 @pytest.mark.smoke
-def test_a_path_too_long_for_sockets(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_path_too_long_for_sockets(bench: Bench, tmp_path: Path) -> None:
     """The workers could not send their batches, and the ranks would wait forever."""
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
-    run = bench(SCRIPT, *TINY, "--workers", "1", ranks=0, TMPDIR=str(folder))
-    assert run.status == 2
+    run = bench(SCRIPT, *TINY, "--workers", "1", ranks=0, TMPDIR=str(folder), status=2)
     assert "error: TMPDIR: expected a path of at most 89 characters for the workers' s" in run.err
 
 
 @pytest.mark.smoke
-def test_a_cold_folder_of_the_user(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_cold_folder_of_the_user(bench: Bench, tmp_path: Path) -> None:
     """With the default start method of workers. 25 images for 2 ranks need padding."""
     folder = tmp_path / "images"
     folder.mkdir()
     make_files(25, folder, lambda phase: None)
     flags = ("--data", str(folder), "--cache", "cold", "--workers", "1", "--iters", "2")
     run = bench(SCRIPT, *TINY, *flags)
-    assert run.status == 0, run.out + run.err
     (case,) = run.report.cases
     assert case.check == "passed"
     assert (case.metrics["from_device"] < FROM_DEVICE) == ("# not cold: " in run.out)
@@ -108,20 +105,12 @@ def net(device, kind="Net"):
 @pytest.mark.parametrize(
     ("model", "dataset"), [("net", "rows"), ("net", "pairs"), ("net?kind=Together", "rows")]
 )
-def test_a_users_model_and_dataset(
-    bench: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    dataset: str,
-) -> None:
+def test_a_users_model_and_dataset(bench: Bench, here: Path, model: str, dataset: str) -> None:
     """Batches are dicts of arguments or tuples, of 6 samples as in the batch of the function. The
     default start method imports the dataset in the workers."""
-    (tmp_path / "mine.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
+    (here / "mine.py").write_text(OWN)
     flags = ("--model", f"mine:{model}", "--dataset", f"mine:{dataset}", "--workers", "0,1")
     run = bench(SCRIPT, *flags, "--iters", "6", "--warmup-iters", "1")
-    assert run.status == 0, run.out + run.err
     assert f"\nmine:{model}, batch size 6, mine:{dataset}\n" in run.out
     assert [(case.name, case.check) for case in run.report.cases] == [
         ("0 workers", "passed"),
@@ -138,10 +127,9 @@ def test_a_users_model_and_dataset(
 
 
 @pytest.mark.faults
-def test_a_dead_worker_and_a_wrong_epoch_are_failed_cases(bench: Callable[..., Any]) -> None:
+def test_a_dead_worker_and_a_wrong_epoch_are_failed_cases(bench: Bench) -> None:
     flags = ("--workers", "1,0", "--iters", "4", *FORK)
-    run = bench(SCRIPT, *TINY, *flags, inject="worker-dies,same-part")
-    assert run.status == 1
+    run = bench(SCRIPT, *TINY, *flags, inject="worker-dies,same-part", status=1)
     assert len(run.report.cases) == 2, run.out + run.err
     dead, repeated = (case.check for case in run.report.cases)
     assert dead.startswith("failed: RuntimeError: DataLoader worker ")
@@ -163,7 +151,7 @@ def left_over(folder: Path) -> list[psutil.Process]:
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_the_fork_server_and_its_workers_end_with_the_rank(
-    start: Callable[..., Any], short: Path, tmp_path: Path, number: signal.Signals
+    start: Start, short: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """After Ctrl-C, which reaches all processes of the terminal, and after a kill of the rank
     alone, no process, folder or semaphore is left."""
@@ -189,19 +177,18 @@ def test_the_fork_server_and_its_workers_end_with_the_rank(
 
 @pytest.mark.faults
 def test_ranks_wait_for_the_files_longer_than_their_own_timers(
-    bench: Callable[..., Any], tmp_path: Path
+    bench: Bench, tmp_path: Path
 ) -> None:
     """Rank 0 writes ten files at 3.5 s each. Rank 1 waits. Its timer of 1.5 * 8 + 20 = 32 s must
     not end it while rank 0 makes progress."""
     flags = ("--samples", "10", "--cache", "warm", "--image-size", "32", "--workers", "0")
     times = ("--iters", "2", "--warmup-iters", "1", "--timeout", "8")
     run = bench(SCRIPT, *flags, *times, inject="slow-files", cold=True, TMPDIR=str(tmp_path))
-    assert run.status == 0, run.out + run.err
     assert [case.check for case in run.report.cases] == ["passed"]
 
 
 @pytest.mark.faults
-def test_nothing_is_left_when_all_ranks_are_killed(start: Callable[..., Any], short: Path) -> None:
+def test_nothing_is_left_when_all_ranks_are_killed(start: Start, short: Path) -> None:
     """Neither files nor processes. test_checkpoint_sweep.py does the same with Ctrl-C."""
     flags = ("--workers", "1", "--iters", "100000", *TINY, *FORK)
     process = start(SCRIPT, *flags, TMPDIR=str(short))

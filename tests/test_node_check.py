@@ -3,12 +3,11 @@
 import os
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.process import Bench
 from tests.pure.reports import run as analyse
 
 SCRIPT = "benchmarks/node_check.py"
@@ -17,12 +16,11 @@ SURE = ("--iters", "6", "--margin", "30")
 
 
 @pytest.mark.smoke
-def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_fit(bench: Bench, tmp_path: Path) -> None:
     """Two nodes of two ranks: everything is measured, and export.py reads it."""
     bad = tmp_path / "bad.txt"
     flags = ("--budget", "200", *SURE, "--exclude-file", str(bad))
     run = bench(SCRIPT, *flags, nodes=2, inject="quiet")
-    assert run.status == 0, run.out + run.err
     assert bad.read_text() == ""
     *_, start, last = run.out.splitlines()
     few = "4 ranks share 2 cores of .*: links and all_reduce slower by less than 10 times are not"
@@ -48,29 +46,26 @@ def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_a_budget_too_small_for_one_case(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, "--budget", "0.1", ranks=0)
-    assert run.status == 2
+def test_a_budget_too_small_for_one_case(bench: Bench) -> None:
+    run = bench(SCRIPT, "--budget", "0.1", ranks=0, status=2)
     assert "--budget 0.1 ends before the first case; e.g. --budget 60" in run.err
 
 
 @pytest.mark.faults
-def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_slow_rank_is_named(bench: Bench, tmp_path: Path) -> None:
     """At half speed while other processes are busy: there is no verdict, and no file is written.
     With --resume everything is measured again."""
     bad = tmp_path / "bad.txt"
     flags = ("--budget", "60", "--exclude-file", str(bad), *SURE)
-    run = bench(SCRIPT, *flags, ranks=4, inject="half-speed,neighbours")
+    run = bench(SCRIPT, *flags, ranks=4, inject="half-speed,neighbours", status=1)
     cores = len(os.sched_getaffinity(0))
     verdict = f"no verdict: other processes used {0.8 * cores:.1f} of {cores} cores"
-    assert run.status == 1  # torchrun's own; its summary has the ranks' status
-    assert "exitcode  : 4 " in run.err
+    assert "exitcode  : 4 " in run.err  # of the ranks, in torchrun's summary
     assert run.out.splitlines()[-1].startswith(f"# {verdict}")
     assert run.reason.startswith(verdict)
     assert run.report.status == "complete"
     assert not bad.exists()
-    run = bench(SCRIPT, *flags, "--resume", ranks=4, inject="fiftieth-speed,quiet")
-    assert run.status == 1, run.out + run.err
+    run = bench(SCRIPT, *flags, "--resume", ranks=4, inject="fiftieth-speed,quiet", status=1)
     assert "# each rank alone again, for rank 1\n" in run.out
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     assert bad.read_text() == f"{socket.gethostname()}\n"
@@ -82,11 +77,11 @@ def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None
 
 
 @pytest.mark.faults
-def test_wrong_numbers_and_limits_are_named(bench: Callable[..., Any]) -> None:
+def test_wrong_numbers_and_limits_are_named(bench: Bench) -> None:
     """Rank 1 computes a wrong product and a wrong sum, which other busy processes do not excuse.
     No rank is fast enough."""
     faults = "wrong-product,wrong-sum,neighbours"
-    run = bench(SCRIPT, "--min-tflops", "1000", *SURE, ranks=3, inject=faults)
+    run = bench(SCRIPT, "--min-tflops", "1000", *SURE, ranks=3, inject=faults, status=1)
     assert "exitcode  : 1 " in run.err
     wrong = [line for line in run.out.splitlines() if line.startswith("# wrong ")]
     assert {line.partition(" on ")[0] for line in wrong} == {"# wrong rank 1"}

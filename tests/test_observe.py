@@ -1,7 +1,6 @@
 """Measuring does not depend on harness/observe/, which may be deleted, or fail."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,22 +10,19 @@ import pytest
 from common.stats import Times
 from harness import benchmark
 from harness.report import Case
-from tests.process import ROOT
+from tests.process import ROOT, Bench
 
 FLAGS = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
 SHORT = (*FLAGS, "--iters", "2", "--world-sizes", "2", "--no-breakdown")
 
 
 @pytest.mark.smoke
-def test_the_same_cases_are_written_without_the_folder(
-    bench: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_same_cases_are_written_without_the_folder(bench: Bench, tmp_path: Path) -> None:
     for folder in ("benchmarks", "common", "harness"):
         shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
     written = []
     for _ in range(2):
         run = bench(str(tmp_path / "checkout" / "benchmarks" / "ddp_sweep.py"), *SHORT)
-        assert run.status == 0, run.err
         cases = run.report.cases
         written.append([(c.key, c.name, c.table, list(c.metrics), c.check) for c in cases])
         shutil.rmtree(tmp_path / "checkout" / "harness" / "observe", ignore_errors=True)
@@ -36,14 +32,13 @@ def test_the_same_cases_are_written_without_the_folder(
 
 
 @pytest.mark.faults
-def test_without_the_folder_torch_ends_a_hang(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_without_the_folder_torch_ends_a_hang(bench: Bench, tmp_path: Path) -> None:
     """Rank 1 is stopped in a case. The groups have the timeout of the run."""
     for folder in ("benchmarks", "common", "harness"):
         ignored = shutil.ignore_patterns("observe")
         shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder, ignore=ignored)
     script = str(tmp_path / "checkout" / "benchmarks" / "ddp_sweep.py")
-    run = bench(script, *SHORT, "--timeout", "10", inject="stops")
-    assert run.status == 1
+    run = bench(script, *SHORT, "--timeout", "10", inject="stops", status=1)
     assert "lost a peer" in run.reason
     assert [case.name for case in run.report.cases] == ["no ddp"]
 
@@ -70,12 +65,9 @@ def test_an_error_of_an_observer_is_printed_in_a_line() -> None:
 
 
 @pytest.mark.smoke
-def test_an_error_while_a_trace_is_made_fails_the_case(
-    bench: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_error_while_a_trace_is_made_fails_the_case(bench: Bench, tmp_path: Path) -> None:
     """The other rank waits while a trace is made, and nothing else would end its wait."""
     flags = (*SHORT, "--profile", str(tmp_path / "traces"))
-    run = bench("benchmarks/ddp_sweep.py", *flags, inject="profiler-raises")
-    assert run.status == 1
+    run = bench("benchmarks/ddp_sweep.py", *flags, inject="profiler-raises", status=1)
     checks = [case.check for case in run.report.cases]
     assert checks == ["passed", "failed: RuntimeError: injected: no profiler (rank 1)"]

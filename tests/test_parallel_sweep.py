@@ -1,32 +1,30 @@
 """parallel_sweep.py in full runs: every kind of mesh, the check, a planted delay."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.process import Bench
 
 SCRIPT = "benchmarks/parallel_sweep.py"
 SMALL = ("--sequence-length", "32", "--global-batch", "8", "--warmup-iters", "0")
 
 
 @pytest.mark.smoke
-def test_meshes_pass_their_check(bench: Callable[..., Any]) -> None:
+def test_meshes_pass_their_check(bench: Bench) -> None:
     """Meshes of one axis are in the next tests."""
     meshes = ["dp2x2", "dp2tp2", "cp2tp2", "pp4:gpipe", "dp2pp2:izb", "dp2pp2:zbv"]
     meshes.append("pp2tp2:interleaved")
     flags = ("--iters", "1", "--no-breakdown", "--mesh", ",".join(meshes))
     run = bench(SCRIPT, *SMALL, *flags, ranks=4)
-    assert run.status == 0, run.out + run.err
     assert [case.key["mesh"] for case in run.report.cases] == meshes
     assert {case.check for case in run.report.cases} == {"passed"}
 
 
 @pytest.mark.smoke
-def test_a_mesh_with_experts(bench: Callable[..., Any]) -> None:
+def test_a_mesh_with_experts(bench: Bench) -> None:
     run = bench(SCRIPT, *SMALL, "--iters", "1", "--mesh", "dp2ep2", ranks=4)
-    assert run.status == 0, run.out + run.err
     (case,) = run.report.cases
     assert case.check == "passed"
     # the ranks of ep also are ranks of dp, because they share the other weights
@@ -34,10 +32,9 @@ def test_a_mesh_with_experts(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_a_wrong_average_fails_only_its_mesh(bench: Callable[..., Any]) -> None:
+def test_a_wrong_average_fails_only_its_mesh(bench: Bench) -> None:
     flags = (*SMALL, "--iters", "1", "--mesh", "dp2,ddp2,tp2,pp2:1f1b")
-    run = bench(SCRIPT, *flags, inject="wrong-axis")
-    assert run.status == 1
+    run = bench(SCRIPT, *flags, inject="wrong-axis", status=1)
     dp, *right = run.report.cases
     assert dp.check.startswith("failed: the gradient's norm in step 1 is ")
     assert [case.check for case in right] == ["passed"] * 3
@@ -48,23 +45,21 @@ def test_a_wrong_average_fails_only_its_mesh(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_a_rank_that_raises_fails_only_its_case(bench: Callable[..., Any]) -> None:
+def test_a_rank_that_raises_fails_only_its_case(bench: Bench) -> None:
     """The other rank waits for it in the groups of the mesh, which are aborted."""
     flags = (*SMALL, "--iters", "5", "--no-breakdown", "--mesh", "cp2,dp2")
-    run = bench(SCRIPT, *flags, inject="step-raises")
-    assert run.status == 1
+    run = bench(SCRIPT, *flags, inject="step-raises", status=1)
     first, second = run.report.cases
     assert first.check == "failed: RuntimeError: injected: no kernel for this step (rank 1)"
     assert second.check == "passed"
 
 
 @pytest.mark.faults
-def test_a_planted_delay_is_found_on_its_axis(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_planted_delay_is_found_on_its_axis(bench: Bench, tmp_path: Path) -> None:
     """10 ms for each collective of one axis, by a clock that counts only these delays."""
     calls, flags = tmp_path / "calls", (*SMALL, "--iters", "2", "--mesh", "cp2")
     planting = {"SLOW": "dp of cp2", "DELAY": "0.01", "CALLS": str(calls)}
     run = bench(SCRIPT, *flags, inject="planted-time,slow-axis", **planting)
-    assert run.status == 0, run.out + run.err
     found = run.report.cases[0].metrics
     wanted = json.loads(calls.read_text())["dp of cp2"] * 0.01
     assert wanted >= 0.1

@@ -1,13 +1,12 @@
 """tests/perturbation.py runs and prints a ratio for each step."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+
+from tests.process import Start
 
 
 @pytest.mark.smoke
-def test_a_ratio_of_each_step(start: Callable[..., Any]) -> None:
+def test_a_ratio_of_each_step(start: Start) -> None:
     """Messages, RPCs, and a training step (`first`)."""
     flags = ("--device", "cpu", "--seconds", "0.02", "--pairs", "1")
     process = start("tests/perturbation.py", "--kinds", "send,batch_update,first", *flags)

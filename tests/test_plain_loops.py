@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.process import Start
+
 STEPS = 3
 # from the script's losses those that the plain loop has, in the same order
 SAME: dict[str, Callable[[list[Any]], list[Any]]] = {
@@ -34,17 +36,17 @@ NORMS: dict[str, Callable[[list[Any]], list[Any]]] = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("source", SAME)
-def test_the_losses_are_those_of_a_plain_loop(source: str, start: Callable[..., Any]) -> None:
+def test_the_losses_are_those_of_a_plain_loop(source: str, start: Start) -> None:
     compare(source, start, "cpu")
 
 
 @pytest.mark.cudalab
 @pytest.mark.parametrize("source", SAME)
-def test_the_losses_on_cuda(source: str, start: Callable[..., Any], lab: dict[str, str]) -> None:
+def test_the_losses_on_cuda(source: str, start: Start, lab: dict[str, str]) -> None:
     compare(source, start, "cuda", **lab, CUDALAB_RANDOM="cpu")
 
 
-def compare(source: str, start: Callable[..., Any], device: str, **variables: str) -> None:
+def compare(source: str, start: Start, device: str, **variables: str) -> None:
     """ddp_rpc with one trainer: two would change its tables at the same time, in any order."""
     ranks = 3 if source == "ddp_rpc" else 4
     flags = ("--kinds", source, "--losses", str(STEPS), "--device", device)

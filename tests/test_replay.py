@@ -2,13 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.process import ROOT
+from tests.process import ROOT, Bench, Start
 
 SCRIPT = "benchmarks/replay.py"
 SHORT = ("--iters", "2", "--warmup-iters", "1")
@@ -16,15 +14,12 @@ RECORDING = ROOT / "tests" / "recording"
 
 
 @pytest.mark.smoke
-def test_a_job_is_recorded_and_replayed(
-    bench: Callable[..., Any], start: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_job_is_recorded_and_replayed(bench: Bench, start: Start, tmp_path: Path) -> None:
     """FSDP2 x TP: all operations of the flight recorder are replayed."""
     folder = tmp_path / "a trace"
     process = start("examples/record_collectives.py", str(folder), ranks=4)
     assert process.wait(180) == 0, process.err
     run = bench(SCRIPT, str(folder), *SHORT, ranks=4)
-    assert run.status == 0, run.err
     (case,) = run.report.cases
     assert case.check == "passed"
     assert re.search(r"^# not replayed: 0 of [1-9]\d+ operations$", run.out, re.MULTILINE)
@@ -35,7 +30,7 @@ def test_a_job_is_recorded_and_replayed(
 
 
 @pytest.mark.smoke
-def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_cannot_be_replayed_is_named(bench: Bench, tmp_path: Path) -> None:
     """A job with DDP. Rank 0 recorded two operations more, rank 1 one that rank 0 did not
     record."""
     for path in RECORDING.iterdir():
@@ -47,7 +42,6 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
         trace["entries"] += [odd, unlabelled] if path.stem == "fr_0" else [missed]
         (tmp_path / path.name).write_text(json.dumps(trace))
     run = bench(SCRIPT, str(tmp_path), *SHORT)
-    assert run.status == 0, run.err
     lines = [
         "# 1 x sparse_all_reduce of default_pg: this operation is not replayed",
         "# 1 x all_reduce of other: the ranks of its group are not recorded",
@@ -64,9 +58,8 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
 
 @pytest.mark.smoke
 @pytest.mark.oldest
-def test_a_trace_of_the_profiler_is_replayed(bench: Callable[..., Any]) -> None:
+def test_a_trace_of_the_profiler_is_replayed(bench: Bench) -> None:
     run = bench(SCRIPT, str(ROOT / "tests" / "recordings" / "profiler_2.14"), *SHORT)
-    assert run.status == 0, run.err
     (case,) = run.report.cases
     rows = case.metrics["operations"]
     calls = {row["op"]: row["calls"] for row in rows}
@@ -77,9 +70,8 @@ def test_a_trace_of_the_profiler_is_replayed(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_a_replay_without_gaps(bench: Callable[..., Any]) -> None:
+def test_a_replay_without_gaps(bench: Bench) -> None:
     run = bench(SCRIPT, str(RECORDING), *SHORT, "--no-gaps")
-    assert run.status == 0, run.err
     (case,) = run.report.cases
     assert case.key["gaps"] is False
     assert not {"job_step_s", "with_gaps_s"} & case.metrics.keys()
@@ -89,22 +81,20 @@ def test_a_replay_without_gaps(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_another_order_on_one_rank_is_refused(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_another_order_on_one_rank_is_refused(bench: Bench, tmp_path: Path) -> None:
     """A replay would end with an error of gloo, or never."""
     for path in RECORDING.iterdir():
         trace = json.loads(path.read_text())
         if path.stem == "fr_1":
             trace["entries"][:2] = reversed(trace["entries"][:2])
         (tmp_path / path.name).write_text(json.dumps(trace))
-    run = bench(SCRIPT, str(tmp_path), *SHORT)
-    assert run.status != 0
+    run = bench(SCRIPT, str(tmp_path), *SHORT, status=1)
     assert (
         "12 x all_reduce of default_pg: in a different order on rank 1 than on rank 0;" in run.err
     )
 
 
 @pytest.mark.faults
-def test_wrong_values_fail_the_case(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, str(RECORDING), *SHORT, inject="wrong-sum")
-    assert run.status == 1, run.out + run.err
+def test_wrong_values_fail_the_case(bench: Bench) -> None:
+    run = bench(SCRIPT, str(RECORDING), *SHORT, inject="wrong-sum", status=1)
     assert "all_reduce of default_pg delivered wrong values (rank 1)" in run.out

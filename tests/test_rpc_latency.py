@@ -1,6 +1,5 @@
 """rpc_latency.py in full runs, with faults, and its formulas against values computed by hand."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from benchmarks import rpc_latency
 from common.stats import Times
 from harness.report import Case
+from tests.process import Bench
 
 SCRIPT = "benchmarks/rpc_latency.py"
 SHORT = ("--iters", "6", "--warmup-iters", "1", "--device", "cpu")
@@ -15,11 +15,10 @@ smoke, faults = pytest.mark.smoke, pytest.mark.faults
 
 
 @smoke
-def test_every_operation_with_two_callers_on_three_nodes(bench: Callable[..., Any]) -> None:
+def test_every_operation_with_two_callers_on_three_nodes(bench: Bench) -> None:
     flags = ("--rpc-threads", "3", "--rpc-transports", "uv,shm", "--rpc-channels", "basic")
     sizes = ("--sizes", "4,64K", "--in-flight", "3")
     run = bench(SCRIPT, *SHORT, *flags, *sizes, ranks=1, nodes=3)
-    assert run.status == 0, run.err
     names = ["rpc_sync", "rpc_async x3", "remote", "async_execution"]
     expected = [f"{name} {size}" for name in names for size in ("4", "64K")]
     assert [case.name for case in run.report.cases] == expected
@@ -42,28 +41,25 @@ def test_every_operation_with_two_callers_on_three_nodes(bench: Callable[..., An
     ids=["transport", "timeout"],
 )
 def test_rpc_that_cannot_start_is_reported_in_one_line(
-    flags: list[str], said: str, bench: Callable[..., Any]
+    flags: list[str], said: str, bench: Bench
 ) -> None:
-    run = bench(SCRIPT, *SHORT, *flags)
-    assert run.status != 0
+    run = bench(SCRIPT, *SHORT, *flags, status=1)
     assert "Traceback" not in run.err.partition(said)[0]
     assert said in run.reason  # torchrun repeats it
     assert run.reason.count("\n") == 0
 
 
 @faults
-def test_a_rank_that_dies_while_rpc_starts(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, inject="dies-as-rpc-starts")
-    assert run.status == 1
+def test_a_rank_that_dies_while_rpc_starts(bench: Bench) -> None:
+    run = bench(SCRIPT, *SHORT, inject="dies-as-rpc-starts", status=1)
     assert "Signal 9 (SIGKILL)" in run.err
     assert "Process group" not in run.err  # torch's misleading warning on the other rank
 
 
 @faults
-def test_a_lost_call_and_a_wrong_echo_fail_their_cases(bench: Callable[..., Any]) -> None:
+def test_a_lost_call_and_a_wrong_echo_fail_their_cases(bench: Bench) -> None:
     flags = ("--ops", "rpc_sync,async_execution", "--sizes", "8")
-    run = bench(SCRIPT, *SHORT, *flags, inject="callee-errs")
-    assert run.status == 1
+    run = bench(SCRIPT, *SHORT, *flags, inject="callee-errs", status=1)
     lost, wrong = run.report.cases
     counts = "the server received 12 one-way calls with 96 bytes, but the callers sent 13 calls"
     assert lost.check == f"failed: {counts}"

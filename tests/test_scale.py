@@ -1,11 +1,10 @@
 """tests/scale.py measures what the harness costs as the number of ranks grows."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 
-from tests.process import Process
+from tests.process import Start
 from tests.scale import row_of
 
 
@@ -18,7 +17,7 @@ def test_a_row_by_hand() -> None:
 
 
 @pytest.mark.smoke
-def test_scale_measures_forked_ranks(start: Callable[..., Process]) -> None:
+def test_scale_measures_forked_ranks(start: Start) -> None:
     run = start("tests/scale.py", "1", "3", ranks=0)
     assert run.wait(60) == 0, run.err
     rows = re.findall(r"^\| (\d+) +((?:\| +[\d.]+ +)+)\|$", run.out, re.MULTILINE)

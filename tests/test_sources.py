@@ -5,11 +5,11 @@ docs/sources.md lists it. Each test runs a script and looks for every quantity o
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from benchmarks import compile_sweep
+from tests.process import Start
 
 pytestmark = pytest.mark.smoke
 CPU = ("--device", "cpu", "--warmup-iters", "1")
@@ -19,7 +19,7 @@ PERCENTILES = ("p50", "p75", "p90", "p95")
 
 
 @pytest.fixture
-def shown(start: Callable[..., Any]) -> Callable[..., str]:
+def shown(start: Start) -> Callable[..., str]:
     """shown("x", *flags, ranks=2, columns=160): the output of benchmarks/x.py on a terminal."""
 
     def run(script: str, *flags: str, ranks: int, columns: int = 160) -> str:

@@ -4,40 +4,35 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.report import load
-from tests.process import ROOT
+from tests.process import ROOT, Bench
 
 MESHES = "ddp4,dp2tp2,dp2ep2"  # together a mesh for each kind of collective
 
 
 @pytest.mark.smoke
-def test_gloo_sends_what_traffic_says(bench: Callable[..., Any]) -> None:
+def test_gloo_sends_what_traffic_says(bench: Bench) -> None:
     """Compared: axis, collective, bytes and calls of the last of four ranks."""
     script, variables = "tests/recorded_traffic.py", {"TORCH_FR_BUFFER_SIZE": "20000"}
     run = bench(script, MESHES, ranks=4, json=False, **variables)
-    assert run.status == 0, run.out + run.err
     assert run.out.count(" calls: same\n") == 3
     assert " 0 calls" not in run.out
 
 
 @pytest.mark.smoke
-def test_times_next_to_those_of_real_ranks(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_times_next_to_those_of_real_ranks(bench: Bench, tmp_path: Path) -> None:
     """The commands of docs/traffic.md for dp on 4 ranks. Their times depend on the machine, but
     each call of the step must have one, and the mesh must be found in the sweep."""
     few = ("--device", "cpu", "--iters", "6", "-w", "1")
     sizes = ("-b", "16K", "-e", "1M", "-f", "4", "--collective", "all_gather,reduce_scatter")
     measured = bench("benchmarks/collectives.py", *sizes, *few, ranks=4)
-    assert measured.status == 0, measured.err
     paths = [str(measured.path.rename(tmp_path / "measured.jsonl"))]
     swept = bench("benchmarks/parallel_sweep.py", "--mesh", "dp4", *few, ranks=4)
-    assert swept.status == 0, swept.err
     report = str(tmp_path / "report.jsonl")
     flags = ["--ranks", "4", "--model", "decoder-nano", "--dtype", "fp32", "--global-batch", "16"]
     flags += ["--measured", *paths, "--against", str(swept.path), "--json", report]

@@ -2,11 +2,12 @@
 faults of a device. One GPU is enough. On a machine with several GPUs all are used; run one test at
 a time there. test_one_gpu.py has several NCCL ranks on one GPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+from tests.process import Bench
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +28,6 @@ ROLES = "--backend gloo --iters 12 --warmup-iters 2"
 
 def passed(run: Any) -> list[Any]:
     """The cases of the run, all of which must have passed their check."""
-    assert run.status == 0, run.out + run.err
     checks = {case.check for case in run.report.cases}
     assert checks == {"passed"}
     return list(run.report.cases)
@@ -56,11 +56,11 @@ def passed(run: Any) -> list[Any]:
         ("parameter_server", 4, f"{ROLES} --ncudatrainer 2 --ncudaserver 1"),
     ],
 )
-def test_each_script(bench: Callable[..., Any], script: str, ranks: int, flags: str) -> None:
+def test_each_script(bench: Bench, script: str, ranks: int, flags: str) -> None:
     passed(bench(f"benchmarks/{script}.py", *flags.split(), ranks=ranks, timeout=LONG))
 
 
-def test_what_ddp_sweep_reports(bench: Callable[..., Any]) -> None:
+def test_what_ddp_sweep_reports(bench: Bench) -> None:
     flags = (*SWEEP.split(), "--dtype", "fp32,tf32,bf16")
     run = bench("benchmarks/ddp_sweep.py", *flags, ranks=GPUS, timeout=LONG)
     for case in passed(run):
@@ -75,13 +75,12 @@ def test_what_ddp_sweep_reports(bench: Callable[..., Any]) -> None:
     assert end["gpus"][0][0]["temperature.gpu"]
 
 
-def test_ranks_that_share_a_gpu_are_refused(bench: Callable[..., Any]) -> None:
-    run = bench("benchmarks/p2p_matrix.py", "--size", "1M", ranks=GPUS + 1)
+def test_ranks_that_share_a_gpu_are_refused(bench: Bench) -> None:
+    run = bench("benchmarks/p2p_matrix.py", "--size", "1M", ranks=GPUS + 1, status=1)
     assert "NCCL requires one GPU per rank" in run.err
-    assert run.status != 0
 
 
-def test_averaging_over_nccl_and_through_a_server(bench: Callable[..., Any]) -> None:
+def test_averaging_over_nccl_and_through_a_server(bench: Bench) -> None:
     """The default backend on one GPU, with a master, 1 trainer and 1 server on the CPU."""
     roles = ("--ncudatrainer", "1", "--nserver", "1")
     run = bench("benchmarks/parameter_server.py", *roles, *SHORT, ranks=3)
@@ -92,27 +91,27 @@ def test_averaging_over_nccl_and_through_a_server(bench: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("wire", ["cpu", "cuda"])
-def test_wires_between_roles_on_cuda(bench: Callable[..., Any], wire: str) -> None:
+def test_wires_between_roles_on_cuda(bench: Bench, wire: str) -> None:
     """1 trainer and 1 server share the GPU. Tensors travel by a device map or through the CPU."""
     roles = ("--ncudatrainer", "1", "--ncudaserver", "1", "--routes", "rpc,sparse_rpc")
     run = bench("benchmarks/parameter_server.py", *roles, "--wire", wire, *SHORT, ranks=3)
     assert {case.key["wire"] for case in passed(run)} == {wire}
 
 
-def test_the_next_model_is_measured_after_one_is_out_of_memory(bench: Callable[..., Any]) -> None:
+def test_the_next_model_is_measured_after_one_is_out_of_memory(bench: Bench) -> None:
     """resnet152 needs about 38 GB for this batch, mobilenet_v3_small about 3. The process gets a
     small part of the GPU, because other tests run on it at the same time."""
     flags = ["--models", "resnet152,mobilenet_v3_small", "--batch-size", "256", "--iters", "6"]
     flags += ["--image-size", "224", "--no-breakdown"]
     variables = {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.15"}
-    run = bench("benchmarks/ddp_sweep.py", *flags, ranks=1, **variables)
+    run = bench("benchmarks/ddp_sweep.py", *flags, ranks=1, status=1, **variables)
     checks = {case.key["model"]: case.check for case in run.report.cases}
     assert "OutOfMemoryError" in checks["resnet152"]
     assert checks["mobilenet_v3_small"] == "passed"
-    assert run.status == 1
 
 
-def test_a_lasting_device_error_ends_the_run(bench: Callable[..., Any]) -> None:
-    run = bench("benchmarks/ddp_sweep.py", *SMALL.split(), inject="device-assert", ranks=1)
-    assert run.status == 1
+def test_a_lasting_device_error_ends_the_run(bench: Bench) -> None:
+    run = bench(
+        "benchmarks/ddp_sweep.py", *SMALL.split(), inject="device-assert", ranks=1, status=1
+    )
     assert "this process can no longer use its GPU" in run.err

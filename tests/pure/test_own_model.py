@@ -590,8 +590,7 @@ def test_a_batch_of_another_size_than_in_the_first_call(name: str, first: str, n
 
 
 @pytest.mark.parametrize(
-    ("name", "now"),
-    [("users:grows_later", "[3, 4]"), ("users:grows_later?nested=true", "[4, 4]")],
+    ("name", "now"), [("users:grows_later", "[3, 4]"), ("users:grows_later?nested=true", "[4, 4]")]
 )
 def test_a_batch_that_grows_in_a_later_step_fails_the_case(name: str, now: str) -> None:
     bench = Mock()

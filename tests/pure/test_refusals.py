@@ -74,11 +74,7 @@ MISTAKES = [
     ("compile_sweep", "--models a.b:c --batch-size 2", "--batch-size cannot be used with a.b:c, "),
     ("compile_sweep", "--ddp --fsdp", "argument --fsdp: not allowed with argument --ddp"),
     ("compile_sweep", "--device cpu --dtype tf32", "tf32 and cudagraphs require CUDA; use"),
-    (
-        "compile_sweep",
-        "--interleave --strategies ddp --backends eager",
-        "got only ddp eager; e.g.",
-    ),
+    ("compile_sweep", "--interleave --strategies ddp --backends eager", "got only ddp eager; e.g."),
     (
         "compile_sweep",
         "--interleave --strategies none,ddp",
@@ -190,11 +186,7 @@ MISTAKES = [
         "a.log --test b.log --step ms",
         "expected JSON with a field 'ms', or a pattern with a group, as --step",
     ),
-    (
-        "compare",
-        "a.log --test b.log --skip 1",
-        "--skip requires --step; e.g. --s",
-    ),
+    ("compare", "a.log --test b.log --skip 1", "--skip requires --step; e.g. --s"),
     ("compare", "a.log --test b.log --step '(x) ms' --skip -1", "of at least 0, got '-1'"),
     (
         "compare",
@@ -212,11 +204,7 @@ MISTAKES = [
     ("export", "a.jsonl --to xml", "invalid choice: 'xml'"),
     ("export", "other.jsonl --to pytorch", "requires a single report of ddp_sweep.py"),
     ("export", "a.jsonl other.jsonl --to pytorch", "requires a single report of ddp_sweep.py"),
-    (
-        "export",
-        "a.jsonl --to csv --metric step_s,stpe_s",
-        "'stpe_s'; the metrics are step_s; did",
-    ),
+    ("export", "a.jsonl --to csv --metric step_s,stpe_s", "'stpe_s'; the metrics are step_s; did"),
     ("report", "a.jsonl", "expected a page to write, e.g. -o report.html"),
     ("report", "a.jsonl -o a.jsonl", "expected a file that ends in .html, got 'a.jsonl'"),
     ("report", "a.jsonl -o no/where.html", "No such file"),

@@ -458,11 +458,7 @@ def test_replay_of_one_group() -> None:
             0.01,
             "no operation of the groups mesh_tp can be replayed; not replayed: 0 of 0 operations",
         ),
-        (
-            [call()],
-            1e10,
-            "a replay with gaps takes as long as .*; record fewer steps, ",
-        ),
+        ([call()], 1e10, "a replay with gaps takes as long as .*; record fewer steps, "),
         # both use the same two buffers
         ([call(size=2**40), call(2, 2**40)], 0.01, "the buffers need 2,199,023,255,552 bytes"),
     ],

@@ -95,7 +95,7 @@ def test_all_periods_together_are_a_row() -> None:
     lines = [line | {"condition": f"period:{period}"} for period in (10, 2, 10)]
     rows = [row.split("|")[1:4] for row in summary(lines).splitlines()[2:]]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        *(["period:2", "0%", "1"], ["period:10", "0%", "2"], ["all periods", "0%", "3"]),
+        *(["period:2", "0%", "1"], ["period:10", "0%", "2"], ["all periods", "0%", "3"])
     ]
 
 
