@@ -46,6 +46,11 @@ class Run:
         return load(str(self.path))
 
     @property
+    def checks(self) -> dict[str, str]:
+        """The checks of all cases, by name."""
+        return {case.name: case.check for case in self.report.cases}
+
+    @property
     def reason(self) -> str:
         """The reason that torchrun prints last, of the rank that it regards as the root cause."""
         return self.err.rpartition("traceback : ")[2].rstrip("=\n")

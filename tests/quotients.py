@@ -15,7 +15,7 @@ from dataclasses import dataclass
 UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 SCALES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # in seconds
 NUMBER = r"-?[\d,]*\d(?:\.\d+)?(?:e[+-]\d+)?"
-TIME = rf"({NUMBER}) (us|ms|s)\b"
+TIME = rf"{NUMBER} (?:us|ms|s)\b"
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,8 @@ def tables(out: str) -> Iterator[list[Row]]:
 
 def unique(heads: list[str]) -> list[str]:
     """Number repeated headers: `95% ci`, `95% ci 2`."""
-    seen: dict[str, int] = {}
-    for head in heads:
-        seen[head] = seen.get(head, 0) + 1
-    counts: dict[str, int] = {}
-    names = []
-    for head in heads:
-        counts[head] = counts.get(head, 0) + 1
-        names.append(head if counts[head] == 1 else f"{head} {counts[head]}")
-    return names
+    counts = [heads[: i + 1].count(head) for i, head in enumerate(heads)]
+    return [f"{head} {n}" if n > 1 else head for head, n in zip(heads, counts, strict=True)]
 
 
 def percent(number: Range) -> Range:
@@ -387,7 +380,7 @@ MEASURED = {
         mesh; rank; all axes (ms); across nodes; parameters (bytes); gradients (bytes);
         optimizer (bytes); TFLOP""",
 }
-OF_AXES = re.compile(r"\w+ (calls|\(bytes\)|\(ms\))")  # columns of traffic.py
+OF_AXES = re.compile(rf"^\w+ (calls|\(bytes\)|\(ms\))$|{INTERVAL.pattern}")  # of traffic.py
 
 
 def problems(script: str, out: str) -> list[str]:
@@ -398,15 +391,8 @@ def problems(script: str, out: str) -> list[str]:
     if script not in CHECKS or script not in MEASURED:
         return [f"expected an entry for {script} in CHECKS and in MEASURED of tests/quotients.py"]
     out = out.replace("\r\n", "\n")  # from a terminal
+    others = OF_AXES if script == "traffic" else INTERVAL
     known = {"", *(" ".join(head.split()) for head in MEASURED[script].split(";"))}
-    if script == "traffic":
-        known |= {
-            head
-            for rows in tables(out)
-            for row in rows
-            for head in row.cells
-            if OF_AXES.fullmatch(head)
-        }
     found: list[str] = []
     ratios: set[str] = set()  # as printed in tables
     steps: dict[str, Range] = {}  # by names of rows
@@ -418,7 +404,7 @@ def problems(script: str, out: str) -> list[str]:
                 if check := CHECKS[script].get(head):
                     ratios.add(cell)
                     found += divided(row, head, check, "# not shown: " in out)
-                elif head not in known and not INTERVAL.search(head):
+                elif head not in known and not others.search(head):
                     found.append(f"column {head!r} is neither in CHECKS nor in MEASURED")
     said = re.sub(r"\n#   ?", " ", out)  # unfold sentences
     for line in said.splitlines():
@@ -442,39 +428,37 @@ def divided(row: Row, head: str, check: Check, is_narrow: bool) -> list[str]:
     return [f"{head!r} is {cell}, expected {wanted.low:.6g} to {wanted.high:.6g} ({row.cells})"]
 
 
+def slowdown(cost: str, middle: str) -> Range:
+    """Of two times, or of two rates, the lower of which takes longer."""
+    if cost.split()[1] in SCALES:
+        return seconds(cost) / seconds(middle)
+    return printed(middle.split()[0]) / printed(cost.split()[0])
+
+
+# Sentences that say a number about two others, a and b, and how it follows from them
+SENTENCES: dict[str, Callable[[str, str], Range]] = {
+    rf"(?P<said>{NUMBER})x the (median time|time of the other) "
+    rf"\((?P<a>{NUMBER} \S+) against (?P<b>{NUMBER} [^\s)]+)\)": slowdown,
+    rf"busy for (?P<a>{TIME}) .* of a step's (?P<b>{TIME}), and is idle for (?P<said>{NUMBER})%": (
+        lambda busy, step: percent(1 - seconds(busy) / seconds(step))
+    ),
+    rf"a step takes (?P<a>{TIME}) .*? back to back, (?P<said>{NUMBER})% "
+    rf".*? of the job's step of (?P<b>{TIME})": lambda a, b: percent(seconds(a) / seconds(b)),
+    rf"took (?P<a>{TIME}) instead of (?P<b>{TIME}), (?P<said>{NUMBER}) times as long": (
+        lambda profiled, own: seconds(profiled) / seconds(own)
+    ),
+}
+
+
 def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range]) -> Iterator[str]:
     """Problems of the quotients in a sentence. `N times` is in a table, or is the quotient of two
     steps that the sentence names."""
-    for factor, cost, middle in re.findall(
-        rf"({NUMBER})x the (?:median time|time of the other) "
-        rf"\(({NUMBER} \S+) against ({NUMBER} [^\s)]+)\)",
-        line,
-    ):
-        unit = cost.split()[1]
-        if unit in SCALES:
-            parts = seconds(cost) / seconds(middle)
-        else:  # the lower of two rates takes longer
-            parts = printed(middle.split()[0]) / printed(cost.split()[0])
-        if not printed(factor).meets(parts):
-            yield f"{factor} is not {cost} / {middle}"
+    for pattern, follows in SENTENCES.items():
+        for found in re.finditer(pattern, line):
+            if not printed(found["said"]).meets(follows(found["a"], found["b"])):
+                yield f"{found['said']} does not follow from {found['a']} and {found['b']}"
     if "x the median time," in line or "x the time of the other;" in line:
         yield "the parts of a quotient are missing"
-    for busy, b, step, s, idle in re.findall(
-        rf"busy for {TIME} .* of a step's {TIME}, and is idle for ({NUMBER})%", line
-    ):
-        share = percent(1 - seconds(f"{busy} {b}") / seconds(f"{step} {s}"))
-        if not printed(idle).meets(share):
-            yield f"idle {idle}% is not 1 - {busy} / {step}"
-    for alone, a, part, step, s in re.findall(
-        rf"a step takes {TIME} .*? back to back, ({NUMBER})% .*? of the job's step of {TIME}", line
-    ):
-        if not printed(part).meets(percent(seconds(f"{alone} {a}") / seconds(f"{step} {s}"))):
-            yield f"{part}% is not {alone} / {step}"
-    for profiled, p, own, o, factor in re.findall(
-        rf"took {TIME} instead of {TIME}, ({NUMBER}) times as long", line
-    ):
-        if not printed(factor).meets(seconds(f"{profiled} {p}") / seconds(f"{own} {o}")):
-            yield f"{factor} is not {profiled} / {own}"
     if "under the profiler" in line:
         return
     if script in ("collectives", "compile_sweep") and line.startswith("#"):

@@ -85,9 +85,7 @@ def test_a_script_runs(words: str, archive: str, start: Start) -> None:
 @pytest.mark.parametrize(
     ("program", "flags"), [("compare", SIDES), ("report", (*SIDES[:-1], "-o", "page.html"))]
 )
-def test_reports_are_read_as_in_the_checkout(
-    program: str, flags: tuple[str, ...], archive: str
-) -> None:
+def test_reports_as_in_the_checkout(program: str, flags: tuple[str, ...], archive: str) -> None:
     shutil.copytree(ROOT / "docs" / "results" / "tutorial" / "change", ".", dirs_exist_ok=True)
     results = []
     for words in ([archive, program], [str(ROOT / "analysis" / f"{program}.py")]):
@@ -120,9 +118,7 @@ def test_the_overview_lists_each_script_with_its_question(archive: str) -> None:
         ("launch slurm.sh", {}, "expected one of bind_cores.sh, "),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: str, variables: dict[str, str], expected: str, archive: str
-) -> None:
+def test_a_mistake(words: str, variables: dict[str, str], expected: str, archive: str) -> None:
     Path("without").mkdir()
     Path("without", "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     done = python(archive, *words.split(), **variables)

@@ -35,10 +35,9 @@ def test_both_strategies_on_two_storages(bench: Bench, tmp_path: Path) -> None:
         assert m["cost"].value == pytest.approx(m["stall_s"].value / 60)
         assert m["state_bytes"] == pytest.approx(12 * PARAMETERS, rel=1e-3)  # plus step counters
         assert (m["stall_s"] == m["blocked_s"]) == (case.name == "torch.save")
-        ways = ["torch.load on each rank", "torch.load on rank 0"]
-        assert [row["way"] for row in m["loads"]] == (
-            ways if case.name == "torch.save" else ["dcp.load"]
-        )
+        by_torch = ["torch.load on each rank", "torch.load on rank 0"]
+        ways = by_torch if case.name == "torch.save" else ["dcp.load"]
+        assert [row["way"] for row in m["loads"]] == ways
         for row in m["loads"]:
             parts = [row[f"{part}_s"] for part in ("read", "distribute", "apply")]
             assert min(parts) > 0
@@ -77,14 +76,11 @@ def test_a_disk_that_fills_up_during_a_save(bench: Bench, tmp_path: Path) -> Non
 
 
 @faults
-def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_a_rank_killed_while_saving_leaves_the_previous_one(bench: Bench, tmp_path: Path) -> None:
     path, left = tmp_path / "checkpoints", tmp_path / "left"
     flags = ("--modes", "dcp.save", "--paths", str(path))
-    run = bench(
-        SCRIPT, *SMALL, *flags, inject="dies-in-save", SAVES=str(path), LEFT=str(left), status=1
-    )
+    folders = {"SAVES": str(path), "LEFT": str(left)}
+    run = bench(SCRIPT, *SMALL, *flags, inject="dies-in-save", status=1, **folders)
     assert run.report.cases == []
     before, broken = sorted(left.glob("*/fsdp2-dcp.save/*"))
     assert not (broken / ".metadata").exists()

@@ -29,26 +29,17 @@ def test_they_are_measured_on_several_ranks(bench: Bench, ranks: int) -> None:
         for case in cases:
             metrics, count = case.metrics, len(case.ranks)
             if name == "leaves":
-                left = (
-                    f"failed: SystemExit: the last of {count} ranks left (communicating_models.py:"
-                )
-                assert case.check.startswith(left)
+                left = f"SystemExit: the last of {count} ranks left (communicating_models.py:"
+                assert case.check.startswith(f"failed: {left}")
                 assert case.check.endswith(f" (rank {count - 1})")
                 continue
             assert case.check == "passed", name
-            assert (
-                ("efficiency" in metrics)
-                == ("late_s" in metrics)
-                == (name == "plain" and count > 1)
-            )
+            is_compared = name == "plain" and count > 1
+            assert ("efficiency" in metrics) == ("late_s" in metrics) == is_compared
             assert ("exposed_s" in metrics) == case.key["ddp"]
     what = "so no ddp, 1M/1R and the efficiency are not measured"
-    for name, op in (
-        ("towers", "allgather"),
-        ("norm", "allreduce"),
-        ("own_group", "allreduce"),
-        ("experts", "alltoall_base"),
-    ):
+    ops = ("allgather", "allreduce", "allreduce", "alltoall_base")
+    for name, op in zip(("towers", "norm", "own_group", "experts"), ops, strict=True):
         assert f"# {MODELS}:{name}: its step communicates ({op}), {what}\n" in run.out
     for line in (
         "sync_batch_norm: ValueError: SyncBatchNorm expected input tensor to be on GPU",
@@ -74,9 +65,8 @@ def test_the_losses_are_those_of_eager_steps_of_all_ranks(bench: Bench) -> None:
     ("script", "flags"), [("ddp_sweep", "--world-sizes 1"), ("compile_sweep", "--strategies none")]
 )
 def test_one_rank_is_refused(bench: Bench, script: str, flags: str) -> None:
-    run = bench(
-        f"benchmarks/{script}.py", *SHORT, "--model", f"{MODELS}:norm", *flags.split(), status=1
-    )
+    words = (*SHORT, "--model", f"{MODELS}:norm", *flags.split())
+    run = bench(f"benchmarks/{script}.py", *words, status=1)
     line = "norm: its step communicates (allreduce), and these cases have only one rank"
     assert f"--model {MODELS}:{line}" in run.reason
     assert not run.path.exists()
@@ -86,10 +76,7 @@ def test_one_rank_is_refused(bench: Bench, script: str, flags: str) -> None:
 def test_a_world_of_one(bench: Bench) -> None:
     """Then nothing is left out: the collectives have one rank."""
     run = bench("benchmarks/ddp_sweep.py", *SHORT, "--model", f"{MODELS}:towers", ranks=1)
-    assert [(case.name, case.check) for case in run.report.cases] == [
-        ("no ddp", "passed"),
-        ("1M/1R", "passed"),
-    ]
+    assert run.checks == {"no ddp": "passed", "1M/1R": "passed"}
 
 
 @pytest.mark.faults

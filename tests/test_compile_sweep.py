@@ -154,17 +154,8 @@ def test_a_model_of_torchbench(bench: Bench, here: Path) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
     shutil.copy(MODELS / "tb.py", here)
-    flags = (
-        "--model",
-        "tb:hf_Tiny",
-        "--fsdp",
-        "--fsdp-wrap",
-        "--backends",
-        "eager",
-        "--iters",
-        "1",
-    )
-    run = bench(SCRIPT, *flags)
+    flags = "--model tb:hf_Tiny --fsdp --fsdp-wrap --backends eager --iters 1"
+    run = bench(SCRIPT, *flags.split())
     (case,) = run.report.cases
     assert (case.check, case.key["batch_size"], case.metrics["fsdp_units"]) == ("passed", 6, 3)
 
@@ -284,14 +275,8 @@ def test_the_answer() -> None:
     assert compile_sweep.answer([of()]) == []
 
 
-COSTS = {
-    "start_s": 0.5,
-    "first_step_s": 2.0,
-    "memory_gib": 1.0,
-    "fsdp_units": 0,
-    "graphs": 0,
-    "tokens": 64,
-}
+COSTS = {"start_s": 0.5, "first_step_s": 2.0, "memory_gib": 1.0, "fsdp_units": 0, "graphs": 0}
+COSTS |= {"tokens": 64}
 
 
 def interleaved(rounds: int = 12, **steps_s: list[float]) -> Case:
@@ -320,10 +305,8 @@ def test_interleaved_settings_by_hand() -> None:
     assert m["fsdp2 eager tokens_per_s"].value == pytest.approx(64 / (0.025 * 2**0.5))
     first, second = compile_sweep.rows_of(case)
     assert (first.name, second.name) == ("ddp eager", "fsdp2 eager")
-    assert (first.metrics["step_s"], second.metrics["step_s"]) == (
-        m["step_s"],
-        m["fsdp2 eager step_s"],
-    )
+    assert first.metrics["step_s"] == m["step_s"]
+    assert second.metrics["step_s"] == m["fsdp2 eager step_s"]
     assert "speed" not in first.metrics
     assert "memory_gib" not in first.metrics | second.metrics  # it would be that of both replicas
     told = "m, fp32: fsdp2 eager is 0.80 times (0.80 to 0.80) as fast as ddp eager"
@@ -369,9 +352,7 @@ def test_the_plan_of_an_interleaved_case() -> None:
         (3, 12, "--no-fsdp-wrap", "FSDP in one unit"),
     ],
 )
-def test_the_title_shows_what_fsdp_wraps(
-    units: int | None, layers: int | None, flags: str, words: str
-) -> None:
+def test_fsdp_in_the_title(units: int | None, layers: int | None, flags: str, words: str) -> None:
     """A user's model may name its FSDP units."""
     args = compile_sweep.parse_args(["--model", "a:b", "--device", "cpu", *flags.split()])
     trial = own_model.Trial(6, [], units, layers=layers)

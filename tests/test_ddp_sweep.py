@@ -86,9 +86,7 @@ def leaves(device):
         ("leaves", "differs:leaves: SystemExit: 0 (differs.py:11)"),
     ],
 )
-def test_a_model_that_differs_on_one_rank(
-    bench: Bench, here: Path, function: str, line: str
-) -> None:
+def test_a_model_that_differs_on_a_rank(bench: Bench, here: Path, function: str, line: str) -> None:
     (here / "differs.py").write_text(ONE_RANK_DIFFERS)
     run = bench(SCRIPT, *SHORT, "--model", f"differs:{function}", status=1)
     assert "exitcode  : 2 " in run.err
@@ -110,44 +108,31 @@ class Graph:
     x: torch.Tensor
     edges: torch.Tensor
 
-class Net(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 1)
-        self.unused = nn.Parameter(torch.zeros(4))
-
-    def forward(self, graph):
-        return super().forward(graph.x)
-
-def graph(device):
-    return Net(), Graph(torch.ones(10, 4), torch.ones(2, 30)), torch.sum
-
-def leaves(device):
-    return nn.Linear(4, 1), torch.ones(5, 4), leave
-
-def leave(y):
-    global calls
-    calls += 1
-    # not in the trial and the first steps
-    sys.exit(0) if calls > 8 else None
-    return y.sum()
-
-def sparse(device):
-    return nn.EmbeddingBag(8, 4, sparse=True), torch.zeros(5, 3, dtype=torch.long), torch.sum
-
-def fails(device):
-    raise ValueError("no data")
+class Data:  # as in PyG: no dataclass
+    def __init__(self, device): self.x = torch.ones(10, 4, device=device)
 
 class Takes(nn.Linear):
     def forward(self, batch):
         return super().forward(batch if isinstance(batch, torch.Tensor) else batch.x)
 
-class Data:  # as in PyG: no dataclass
-    def __init__(self, device):
-        self.x = torch.ones(10, 4, device=device)
+class Unused(Takes):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.unused = nn.Parameter(torch.zeros(4))
 
+def leave(y):
+    global calls
+    calls += 1
+    sys.exit(0) if calls > 8 else None  # not in the trial and the first steps
+    return y.sum()
+
+def fails(device): raise ValueError("no data")
+def graph(device): return Unused(), Graph(torch.ones(10, 4), torch.ones(2, 30)), torch.sum
+def leaves(device): return nn.Linear(4, 1), torch.ones(5, 4), leave
+def sparse(device):
+    return nn.EmbeddingBag(8, 4, sparse=True), torch.zeros(5, 3, dtype=torch.long), torch.sum
 def data(device):
     return {"model": Takes(4, 1), "args": (Data(device),), "loss": torch.sum, "samples": 2}
-
 def jagged(device):
     parts = [torch.ones(2, 4), torch.ones(5, 4), torch.ones(1, 4)]
     batch = torch.nested.nested_tensor(parts, layout=torch.jagged)
@@ -162,9 +147,9 @@ def test_odd_models(bench: Bench, here: Path) -> None:
     (here / "odd.py").write_text(ODD)
     names = ",".join(f"odd:{name}" for name in ("fails", "leaves", "sparse", "graph"))
     run = bench(SCRIPT, *SHORT, "--models", names, "--world-sizes", "2", "--static-graph", status=1)
-    assert "error: --model odd:fails: ValueError: no data (odd.py:40)\n" in run.err
+    assert "error: --model odd:fails: ValueError: no data (odd.py:33)\n" in run.err
     checks = [(c.key["model"], len(c.ranks), c.check) for c in run.report.cases]
-    left = "failed: SystemExit: 0 (odd.py:33) (rank "
+    left = "failed: SystemExit: 0 (odd.py:30) (rank "
     assert [check[: len(left)] for model, _, check in checks if model == "odd:leaves"] == [left] * 2
     for model, _, check in checks:
         if model == "odd:sparse":
@@ -288,9 +273,7 @@ def test_the_metrics_of_a_case_by_hand() -> None:
         ([(NOT_FINITE, "g")] * 2, "skipped: the loss diverges: the parameters of all ranks are n"),
     ],
 )
-def test_a_diverging_loss_is_not_a_failure_of_ddp(
-    digests: list[tuple[str, str]], verdict: str
-) -> None:
+def test_a_diverging_loss_is_not_a_failure(digests: list[tuple[str, str]], verdict: str) -> None:
     facts = [ddp_sweep.Facts(*pair, {}, 0) for pair in digests]
     assert ddp_sweep.check(facts, [0, 1]).startswith(verdict)
 
@@ -338,9 +321,8 @@ def test_interleaved_settings(bench: Bench) -> None:
     said = run.report.end["answer"]
     begin = "tests.own_models:gpt, torch's default precision"
     assert said[0].startswith(f"{begin}, buckets of 25 MiB: DDP on 2 ranks ")
-    for sentence, setting in zip(
-        said[1:4], ("25 MiB with bf16", "0.001 MiB", "0.001 MiB with bf16"), strict=True
-    ):
+    settings = ("25 MiB with bf16", "0.001 MiB", "0.001 MiB with bf16")
+    for sentence, setting in zip(said[1:4], settings, strict=True):
         assert sentence.startswith(f"{begin}, 2 ranks: {setting} ")
     assert "the fastest" in said[4]
 
@@ -352,10 +334,8 @@ def test_interleaved_dtypes_and_options(bench: Bench) -> None:
     flags = ("--model", "tests.own_models:idle", "--world-sizes", "2", "--interleave")
     run = bench(SCRIPT, *SHORT, *flags, "--dtype", "fp32,bf16", "--ddp-options", options)
     *alone, case = run.report.cases
-    assert [(c.name, c.key["dtype"]) for c in alone] == [
-        ("no ddp fp32", "fp32"),
-        ("no ddp bf16", "bf16"),
-    ]
+    dtypes = {"no ddp fp32": "fp32", "no ddp bf16": "bf16"}
+    assert {c.name: c.key["dtype"] for c in alone} == dtypes
     assert case.check == "passed"
     labels = [f"default none {x} {y}" for x in ("fp32", "bf16") for y in options.split(",")]
     assert list(case.samples_s) == ["step", *labels[1:]]
@@ -424,9 +404,7 @@ def test_powersgd_over_gloo(bench: Bench) -> None:
         ("adds-instead", "bf16", "the gradient of embedding.weight differs from the mean over ran"),
     ],
 )
-def test_a_hook_that_does_not_average_is_found(
-    bench: Bench, fault: str, hooks: str, reason: str
-) -> None:
+def test_hooks_that_do_not_average(bench: Bench, fault: str, hooks: str, reason: str) -> None:
     """One stops to average in a timed block: the weights do not change, because the learning rate
     is 0, so gradients are compared. Of interleaved settings the one with the hook is named."""
     flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--comm-hook", *hooks.split())

@@ -3,6 +3,7 @@ other."""
 
 import ast
 import re
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,18 +45,7 @@ def test_imports_and_shared_functions() -> None:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main":
                 texts.setdefault(node.name, set()).add(ast.get_source_segment(source, node) or "")
         modules = set(re.findall(r"^ *(?:import|from) (\w+)", source, re.MULTILINE))
-        foreign = {
-            "analysis",
-            "benchmarks",
-            "common",
-            "harness",
-            "readers",
-            "examples",
-            "numpy",
-            "scipy",
-            "tests",
-        }
-        assert modules & foreign == set(), path
+        assert modules <= {"torch", *sys.stdlib_module_names}, path
     assert [name for name, versions in texts.items() if len(versions) > 1] == []
 
 
@@ -112,9 +102,7 @@ def edited(name: str, folder: Path, old: str = "", new: str = "") -> str:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_an_example_prints_the_output_in_its_docstring(
-    path: Path, bench: Bench, tmp_path: Path
-) -> None:
+def test_an_example_prints_its_docstring(path: Path, bench: Bench, tmp_path: Path) -> None:
     """On 3 ranks instead of 2, to test an odd number as well. compiled_ddp uses aot_eager, because
     inductor would run a C++ compiler on each rank."""
     command, lines = shown(path)
@@ -153,12 +141,10 @@ def test_a_wrong_result_ends_with_status_1(
     ("name", "kinds", "expected"),
     [
         (
-            "tp_exposed",
-            "{name: partial(train, model, x) for name, model in models.items()}",
-            "step: mesh_dp mesh_tp\nexposed dp: mesh_tp without dp\n"
-            "exposed tp: mesh_dp without tp\n",
+            *("tp_exposed", "{name: partial(train, model, x) for name, model in models.items()}"),
+            "step: mesh_dp mesh_tp|exposed dp: mesh_tp without dp|exposed tp: mesh_dp without tp",
         ),
-        ("fsdp_exposed", '{"step": step, "twin": local_compute}', "step: default_pg\ntwin:\n"),
+        ("fsdp_exposed", '{"step": step, "twin": local_compute}', "step: default_pg|twin:"),
     ],
 )
 def test_a_twin_does_not_communicate_over_its_axis(
@@ -178,7 +164,7 @@ def test_a_twin_does_not_communicate_over_its_axis(
     return 0
     gc.disable()"""
     run = bench(edited(name, tmp_path, "    gc.disable()", spy), ranks=4, json=False)
-    assert run.out == expected
+    assert run.out.splitlines() == expected.split("|")
 
 
 @pytest.mark.smoke

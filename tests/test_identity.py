@@ -19,15 +19,6 @@ MODEL = """
 import torch
 from layers import WIDTH
 
-def tiny(device):
-    inputs = torch.ones(3, WIDTH, device=device)
-    return torch.nn.Linear(WIDTH, 1, device=device), (inputs,), torch.mean
-"""
-
-
-LATE = """
-import torch
-
 calls = 0
 
 def loss(y):
@@ -38,7 +29,7 @@ def loss(y):
     return y.mean()
 
 def tiny(device):
-    return torch.nn.Linear(4, 1), torch.ones(3, 4), loss
+    return torch.nn.Linear(WIDTH, 1), torch.ones(3, WIDTH), loss
 """
 
 
@@ -58,36 +49,27 @@ def edit(path: Path) -> None:
 
 
 def test_a_report_of_an_edited_model_is_not_resumed(bench: Bench, here: Path) -> None:
-    """The edited module is one that the model imports, and the report is already complete."""
+    """The edited module is one that the model imports, and the report is already complete; or the
+    run was killed after its first case, and a step of the next run imports the edited module."""
     (here / "mine.py").write_text(MODEL)
-    (here / "layers.py").write_text("WIDTH = 4\n")
-    flags = ("--model", "mine:tiny", "--iters", "3", "--world-sizes", "1", "--device", "cpu")
-    run = bench("benchmarks/ddp_sweep.py", *flags, ranks=1)
-    assert run.report.environment["contents"].keys() >= {"ddp_sweep.py", "mine", "layers"}
-    before = run.path.read_bytes()
-    (here / "layers.py").write_text("WIDTH = 400\n")
-    run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1, status=1)
-    assert "has other contents of layers: " in run.reason
-    assert "the results are not comparable" in run.reason
-    assert run.path.read_bytes() == before
-    (here / "layers.py").write_text("WIDTH = 4\n")
-    bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1)
-
-
-def test_a_module_that_a_later_step_imports_is_compared(bench: Bench, here: Path) -> None:
-    """The run is killed after its first case, and the module is edited. The next run imports it
-    later than its start, too."""
-    (here / "mine.py").write_text(LATE)
-    (here / "late.py").write_text("X = 1\n")
+    right, wrong = {"layers.py": "WIDTH = 4\n", "late.py": "X = 1\n"}, "WIDTH = X = 400\n"
+    for name, text in right.items():
+        (here / name).write_text(text)
     flags = ("--model", "mine:tiny", "--iters", "3", "--no-breakdown", "--device", "cpu")
     run = bench("benchmarks/ddp_sweep.py", *flags, ranks=1)
-    first, case, *_ = run.path.read_bytes().splitlines(keepends=True)
-    run.path.write_bytes(first + case)
-    (here / "late.py").write_text("X = 2\n")
-    run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1, status=1)
-    assert "late is not, or no longer, the file that earlier rows were measured with" in run.reason
-    assert run.path.read_bytes() == first + case
-    (here / "late.py").write_text("X = 1\n")
+    assert run.report.environment["contents"].keys() >= {"ddp_sweep.py", "mine", "layers"}
+    for name, why in (
+        ("layers.py", "has other contents of layers: the results are not comparable"),
+        ("late.py", "late is not, or no longer, the file that earlier rows were measured with"),
+    ):
+        (here / name).write_text(wrong)
+        before = run.path.read_bytes()
+        run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1, status=1)
+        assert why in run.reason
+        assert run.path.read_bytes() == before
+        (here / name).write_text(right[name])
+        first, case, *_ = before.splitlines(keepends=True)
+        run.path.write_bytes(first + case)
     run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1)
     assert [case.name for case in run.report.cases] == ["no ddp", "1M/1R"]
 
@@ -137,9 +119,7 @@ def test_ranks_with_other_files_are_refused(two_nodes: Callable[..., Warm], chec
     edit(checkout)
     process = two_nodes([ROOT / "benchmarks" / "collectives.py", checkout], list(FEW))
     assert process.wait(120) in (2, 3)  # 3: rank 1 was too slow to learn why rank 0 ended
-    begin = (
-        "collectives.py: error: expected the same files on all ranks, but collectives.py of rank 1 "
-    )
+    begin = "collectives.py: error: expected the same files on all ranks, but collectives.py of ran"
     told = process.err.splitlines()  # one line for each node
     assert any(line.startswith(begin) for line in told), process.err
 
@@ -152,11 +132,8 @@ def test_variables_differ_between_nodes(two_nodes: Callable[..., Warm], tmp_path
     process = two_nodes([script, script], [*FEW, "--json", str(path)], **odd)
     assert process.wait(120) == 0, process.err
     warning = r"^# warning: (\w+) of rank 1 on .+: (\w+) \(unset elsewhere\)$"
-    assert re.findall(warning, process.out, re.M) == [
-        ("NCCL_ALGO", "Ring"),
-        ("NCCL_IB_DISABLE", "1"),
-    ]
-    told = load(str(path)).environment
     differing = {"NCCL_ALGO": "Ring", "NCCL_IB_DISABLE": "1"}
+    assert dict(re.findall(warning, process.out, re.M)) == differing
+    told = load(str(path)).environment
     assert told["other_variables"] == [{"ranks": [1], "variables": differing}]
     assert len(told["differences"]) == 2

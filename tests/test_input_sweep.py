@@ -71,11 +71,8 @@ from torch import nn
 from tests.communicating_models import Sum
 
 class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 25
-
-    def __getitem__(self, index):
-        return {"x": torch.full((16,), float(index)), "y": index % 4}
+    def __len__(self): return 25
+    def __getitem__(self, index): return {"x": torch.full((16,), float(index)), "y": index % 4}
 
 class Net(nn.Linear):
     def forward(self, x, y):
@@ -83,15 +80,10 @@ class Net(nn.Linear):
         return nn.functional.cross_entropy(super().forward(x), y)
 
 class Together(Net):
-    def forward(self, x, y):
-        return super().forward(Sum.apply(x, None), y)
+    def forward(self, x, y): return super().forward(Sum.apply(x, None), y)
 
-def rows():
-    return Rows()
-
-def pairs():
-    return Rows(), pair
-
+def rows(): return Rows()
+def pairs(): return Rows(), pair
 def pair(samples):
     return torch.stack([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples])
 
@@ -112,18 +104,14 @@ def test_a_users_model_and_dataset(bench: Bench, here: Path, model: str, dataset
     flags = ("--model", f"mine:{model}", "--dataset", f"mine:{dataset}", "--workers", "0,1")
     run = bench(SCRIPT, *flags, "--iters", "6", "--warmup-iters", "1")
     assert f"\nmine:{model}, batch size 6, mine:{dataset}\n" in run.out
-    assert [(case.name, case.check) for case in run.report.cases] == [
-        ("0 workers", "passed"),
-        ("1 worker", "passed"),
-    ]
+    assert run.checks == {"0 workers": "passed", "1 worker": "passed"}
     for case in run.report.cases:
         assert (case.key["data"], case.key["batch_size"]) == (f"mine:{dataset}", 6)
         rate = 2 * 6 / case.metrics["loader_s"].value
         assert case.metrics["loader_samples_per_s"].value == pytest.approx(rate)
         assert "from_device" not in case.metrics
-    assert ("# mine:net?kind=Together: its step communicates (allreduce)\n" in run.out) == (
-        "Together" in model
-    )
+    told = "# mine:net?kind=Together: its step communicates (allreduce)\n" in run.out
+    assert told == ("Together" in model)
 
 
 @pytest.mark.faults
@@ -176,9 +164,7 @@ def test_the_fork_server_and_its_workers_end_with_the_rank(
 
 
 @pytest.mark.faults
-def test_ranks_wait_for_the_files_longer_than_their_own_timers(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_ranks_wait_for_the_files_longer_than_their_timers(bench: Bench, tmp_path: Path) -> None:
     """Rank 0 writes ten files at 3.5 s each. Rank 1 waits. Its timer of 1.5 * 8 + 20 = 32 s must
     not end it while rank 0 makes progress."""
     flags = ("--samples", "10", "--cache", "warm", "--image-size", "32", "--workers", "0")

@@ -25,10 +25,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {  # other scripts: TIMES on 
     "compile_sweep": (2, ("--strategies", f"ddp,{FSDP}", "--backends", "eager", *TIMES)),
     "rpc_latency": (2, ("--sizes", "4,64K", *RPC)),
     "batch_update_ps": (3, RPC),
-    "checkpoint_sweep": (
-        2,
-        ("--modes", MODES, "--strategy", FSDP, "--model", "decoder-tiny", "--iters", "1"),
-    ),
+    "checkpoint_sweep": (2, ("--modes", MODES, "--strategy", FSDP, *TINY)),
     "input_sweep": (2, ("--workers", "1", "--samples", "16", "--cache", "warm", *TIMES)),
     "node_check": (2, ("--budget", "100", "--fail-on", "wrong", *TIMES)),
     "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),

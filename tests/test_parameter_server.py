@@ -2,7 +2,6 @@
 
 import re
 import statistics
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,6 @@ SMALL = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16
 FEW = "--sample-count 20 --batch-size 4 --bucket-size 0.001"
 WRONG_MEAN = "differs from the trainers' mean by 0.001 of its largest value"
 TINY = (*SMALL.split(), *FEW.split(), "--device", "cpu", "--warmup-iters", "1")
-
-
-def checks(run: Any) -> dict[str, str]:
-    return {case.name: case.check for case in run.report.cases}
 
 
 @pytest.mark.smoke
@@ -35,7 +30,7 @@ def test_five_processes(bench: Bench) -> None:
     assert "an epoch is 3 steps of 4 samples" in run.out
     through = ["rpc running", "sparse_rpc running"]
     # routes without servers come first
-    assert checks(run) == dict.fromkeys(["allreduce", "hybrid", *through], "passed")
+    assert run.checks == dict.fromkeys(["allreduce", "hybrid", *through], "passed")
     cases = {case.name: case for case in run.report.cases}
     for name, case in cases.items():
         assert case.ranks == [0, 1]
@@ -68,13 +63,8 @@ def test_servers_with_trainers_of_their_own(bench: Bench) -> None:
     flags = (*TINY, "--iters", "6", "--servers", "running", "--nserver", "2", "--rpc-threads", "2")
     routes = ("--routes", "allreduce,rpc,sparse_rpc", "--placement", "buckets,grouped")
     run = bench(SCRIPT, *flags, *routes, ranks=7)
-    ways = [
-        "rpc running",
-        "rpc running grouped",
-        "sparse_rpc running",
-        "sparse_rpc running grouped",
-    ]
-    assert checks(run) == dict.fromkeys(["allreduce", *ways], "passed")
+    ways = [f"{way} running{how}" for way in ("rpc", "sparse_rpc") for how in ("", " grouped")]
+    assert run.checks == dict.fromkeys(["allreduce", *ways], "passed")
     cases = {case.name: case for case in run.report.cases}
     assert cases["allreduce"].key["placement"] is None
     assert [cases[way].key["placement"] for way in ways] == ["buckets", "grouped"] * 2
@@ -82,9 +72,7 @@ def test_servers_with_trainers_of_their_own(bench: Bench) -> None:
     for way in ways[1::2]:
         servers = cases[way].metrics["servers"]
         trainers = cases[way].metrics["trainers"]
-        sent = [
-            phase for phase in ("hook sparse", "hook dense") if way[:3] == "rpc" or "sp" in phase
-        ]
+        sent = ["hook sparse", *["hook dense"] * (way[:3] == "rpc")]
         for server, trainer in (("server0", "trainer1"), ("server1", "trainer2")):
             # each server answers every bucket of its trainers
             buckets = sum(trainers[trainer][phase]["count"] for phase in sent)
@@ -112,7 +100,7 @@ def test_a_fault_within_a_group(bench: Bench, ranks: int, fault: str, words: str
     flags = (*TINY, "--iters", "2", "--routes", "sparse_rpc", "--servers", "batch")
     more = ("--placement", "grouped", "--nserver", "2", "--rpc-threads", "2")
     run = bench(SCRIPT, *flags, *more, ranks=ranks, inject=fault, status=1)
-    assert checks(run)["sparse_rpc batch grouped"].startswith(f"failed: {words}")
+    assert run.checks["sparse_rpc batch grouped"].startswith(f"failed: {words}")
 
 
 @pytest.mark.faults
@@ -121,7 +109,7 @@ def test_a_wrong_answer_and_a_drifting_replica(bench: Bench) -> None:
     the gradients; only the comparison of all bits of the parameters finds it."""
     flags = (*TINY, "--iters", "6", "--routes", "sparse_rpc,rpc,allreduce", "--servers", "batch")
     run = bench(SCRIPT, *flags, ranks=4, inject="wrong-answer,drifting-replica", status=1)
-    found = checks(run)
+    found = run.checks
     differ = "after the steps the parameters of rank 1 differ from rank 0's"
     assert found["allreduce"] == f"failed: {differ}"
     for name, part in (("sparse_rpc batch", "embedding"), ("rpc batch", "")):
@@ -135,7 +123,7 @@ def test_nobody_waits_long_for_a_server_that_failed(bench: Bench) -> None:
     """Its trainers wait 2 s for the average. The run continues with the next kind of server."""
     flags = (*TINY, "--iters", "30", "--routes", "rpc", "--straggler-timeout", "2")
     run = bench(SCRIPT, *flags, "--timeout", "60", ranks=4, inject="server-raises", status=1)
-    found = checks(run)
+    found = run.checks
     failed = "failed: OutOfMemoryError('injected: out of memory') (rank "
     assert found["rpc running"].startswith(failed)
     assert found["rpc batch"] == "passed"

@@ -89,9 +89,7 @@ def test_another_order_on_one_rank_is_refused(bench: Bench, tmp_path: Path) -> N
             trace["entries"][:2] = reversed(trace["entries"][:2])
         (tmp_path / path.name).write_text(json.dumps(trace))
     run = bench(SCRIPT, str(tmp_path), *SHORT, status=1)
-    assert (
-        "12 x all_reduce of default_pg: in a different order on rank 1 than on rank 0;" in run.err
-    )
+    assert "12 x all_reduce of default_pg: in a different order on rank 1 than on ra" in run.err
 
 
 @pytest.mark.faults

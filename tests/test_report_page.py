@@ -81,12 +81,10 @@ def sides(folder: Path) -> list[str]:
     return [str(folder / "base"), "--test", str(folder / "test")]
 
 
-LOOKS = list(
-    product(((1300, 900), (420, 800)), ((0, "rgb(255, 255, 255)"), (1, "rgb(0, 0, 0)")))
-)  # width and height; dark or light, and the colour of text
-needs_chromium = pytest.mark.skipif(
-    not CHROMIUM and "CI" not in os.environ, reason="no chromium; see .ci/packages"
-)
+DARK, LIGHT = (0, "rgb(255, 255, 255)"), (1, "rgb(0, 0, 0)")  # and the colour of text
+LOOKS = [*product(((1300, 900), (420, 800)), (DARK, LIGHT))]
+has_browser = bool(CHROMIUM) or "CI" in os.environ
+needs_chromium = pytest.mark.skipif(not has_browser, reason="no chromium; see .ci/packages")
 
 
 @pytest.mark.smoke

@@ -40,9 +40,7 @@ def test_every_operation_with_two_callers_on_three_nodes(bench: Bench) -> None:
     ],
     ids=["transport", "timeout"],
 )
-def test_rpc_that_cannot_start_is_reported_in_one_line(
-    flags: list[str], said: str, bench: Bench
-) -> None:
+def test_rpc_that_cannot_start_is_one_line(flags: list[str], said: str, bench: Bench) -> None:
     run = bench(SCRIPT, *SHORT, *flags, status=1)
     assert "Traceback" not in run.err.partition(said)[0]
     assert said in run.reason  # torchrun repeats it

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks import compile_sweep
+from tests import quotients
 from tests.process import Start
 
 pytestmark = pytest.mark.smoke
@@ -38,44 +39,14 @@ def table(text: str, *headers: str) -> list[dict[str, str]]:
 
     The name of a column is its whole header in one line, e.g. `p50 sec/iter`. An empty cell is "".
     """
-    rows: list[dict[str, str]] = []
-    lines = text.splitlines()
-    for number, rule in enumerate(lines):
-        if not re.fullmatch(r"-+(  -+)+", rule):
-            continue
-        spans = [match.span() for match in re.finditer(r"-+", rule)]
-        first = number
-        while lines[first - 1].strip():
-            first -= 1
-        heads = [[line[a:b].strip() for a, b in spans] for line in lines[first:number]]
-        names = [" ".join(filter(None, parts)) for parts in zip(*heads, strict=True)]
-        if not set(headers) <= set(names):
-            continue
-        for line in lines[number + 1 :]:
-            if not line.strip():
-                break
-            if line.startswith("#"):  # a remark on the row above, e.g. `two modes`
-                continue
-            cells = re.split("  +", line.strip())  # a wide cell moves the cells after it
-            if len(cells) != len(names):
-                cells = [line[a:b].strip() for a, b in spans]
-            rows.append(dict(zip(names, cells, strict=True)))
+    every = [row.cells for rows in quotients.tables(text) for row in rows]
+    rows = [cells for cells in every if set(headers) <= cells.keys()]
     assert rows, f"no table has {headers}:\n{text}"
     return rows
 
 
 def numbers(row: dict[str, str], *names: str) -> list[float]:
     return [float(row[name]) for name in names]
-
-
-def test_the_table_is_read_column_by_column() -> None:
-    text = "\n".join(
-        ["x", "", "      p50   p50", "      sec  ex/s", "----  ---  ----", "a b   1.5", ""]
-    )
-    assert table(text, "p50 sec") == [{"": "a b", "p50 sec": "1.5", "p50 ex/s": ""}]
-    assert table(text + "a b  1000.5   7\n", "p50 sec")[1]["p50 ex/s"] == "7"
-    with pytest.raises(AssertionError, match="no table has"):
-        table(text, "p75 sec")
 
 
 def test_ddp_rpc(shown: Callable[..., str]) -> None:
@@ -117,10 +88,7 @@ def test_parameter_server(shown: Callable[..., str]) -> None:
     out = shown("parameter_server", *flags.split(), "--nserver", "2", ranks=5)
     assert "sample-count 20" in out.split("# command: ")[1]
     statistics = ["mean ms", "stdev ms", "variance ms^2", "min ms", "max ms"]
-    workers = {
-        "trainers": {"trainer0", "trainer1", "all"},
-        "servers": {"server0", "server1", "all"},
-    }
+    workers = {role: {f"{role[:-1]}0", f"{role[:-1]}1", "all"} for role in ("trainers", "servers")}
     phases = {"trainers": {"forward", "backward", "batch", "hook sparse", "hook dense"}}
     phases["servers"] = {"straggler", "batch", "averaging"}
     for role in workers:

@@ -43,9 +43,7 @@ def test_times_next_to_those_of_real_ranks(bench: Bench, tmp_path: Path) -> None
     assert case.metrics["dp_alone_s"].value == case.metrics["dp_s"].value > 0
     (of_sweep,) = swept.report.cases
     assert case.metrics["dp_exposed_s"] == of_sweep.metrics["exposed_dp_s"]
-    said = (
-        "# dp4, rank 0: the collectives of dp take .* alone; parallel_sweep.py measured .* as exp"
-    )
+    said = "# dp4, rank 0: the collectives of dp take .* alone; parallel_sweep.py measured .* as e"
     assert re.search(said, done.stdout), done.stdout
 
 

@@ -16,32 +16,19 @@ pytestmark = pytest.mark.launch
 @pytest.mark.parametrize("burst", ["16kb", "256kb", "1mb"])
 def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, burst: str) -> None:
     """100 Mbit/s, after a burst at full speed."""
-    slow_link = [
-        "dev",
-        "veth2",
-        "root",
-        "tbf",
-        "rate",
-        "100mbit",
-        "burst",
-        burst,
-        "latency",
-        "50ms",
-    ]
+    slow_link = f"dev veth2 root tbf rate 100mbit burst {burst} latency 50ms".split()
     words = ["srun", "bash", str(ROOT / "launch" / "slurm_env.sh"), sys.executable]
     words += ["tests/inject.py", "quiet"]  # the nodes share this machine's cores
-    command = shlex.join(
-        [
-            *words,
-            "benchmarks/node_check.py",
-            "--budget",
-            "100",
-            "--json",
-            "/tmp/nc.jsonl",
-            "--device",
-            "cpu",
-        ]
-    )
+    words += [
+        "benchmarks/node_check.py",
+        "--budget",
+        "100",
+        "--json",
+        "/tmp/nc.jsonl",
+        "--device",
+        "cpu",
+    ]
+    command = shlex.join(words)
     output = tmp_path / "out"
     options = ["-N3", "--ntasks-per-node=1", f"--output={output}", f"--error={output}"]
     lab.network(0, "tc", "qdisc", "add", *slow_link)

@@ -86,12 +86,7 @@ def test_the_other_hosts_end_too(start: Callable[..., Process], tmp_path: Path, 
 @pytest.mark.parametrize(
     ("hosts", "script", "status", "want"),
     [
-        (
-            "node9 slots=1\n",
-            SCRIPT,
-            255,
-            "node9: status 255 (an error of ssh, such as no connection)",
-        ),
+        ("node9 slots=1\n", SCRIPT, 255, "node9: status 255 (an error of ssh, such as no con"),
         ("# none\n", SCRIPT, 2, "lists no hosts; expected lines such as: node1 slots=8"),
         ("node1 slots=1\n", "x.py", 2, "no script 'x.py' in "),
     ],

@@ -130,6 +130,7 @@ REFUSED: dict[str, Callable[[], Made]] = {
     "sync_batch_norm": lambda: of(mlp(nn.SyncBatchNorm(4))),
     "sparse_sgd": lambda: of(nn.EmbeddingBag(8, 4, sparse=True), **BAG),
     "lazy": lambda: of(nn.LazyLinear(2)),
+    "without_flag": MEASURED["idle_expert"],
 }
 
 
@@ -139,7 +140,7 @@ def make(device: torch.device, kind: str) -> Made:
 
 def replica_of(kind: str, job: Job, group: Group) -> tuple[own_model.Trial, ddp_sweep.Replica]:
     idle = {"find_unused_parameters": kind == "idle_expert"}
-    name = f"{__name__}:make?kind={kind.removeprefix('refused ')}"
+    name = f"{__name__}:make?kind={kind}"
     trial = own_model.try_own(name, CPU, idle_allowed=kind == "idle_expert")
     key: dict[str, Any] = dict.fromkeys(ddp_sweep.DDP_OPTIONS, False) | idle
     key |= {"model": name, "dtype": "default", "accumulate": 1}
@@ -168,10 +169,7 @@ def test_it_is_measured(kind: str, job: Job) -> None:
         ("sync_batch_norm", "SyncBatchNorm expected input tensor to be on GPU"),
         ("sparse_sgd", "is sparse, which the default optimizer, SGD with weight decay, do"),
         ("lazy", "Modules with uninitialized parameters can't be used"),
-        (
-            "refused idle_expert",
-            "1.weight receives no gradient; try --find-unused-parameters or --static",
-        ),
+        ("without_flag", "1.weight receives no gradient; try --find-unused-parameters or --stat"),
     ],
 )
 def test_it_is_refused_in_one_line(kind: str, words: str, job: Job) -> None:

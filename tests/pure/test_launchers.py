@@ -117,9 +117,7 @@ def test_dry_run_0_starts_the_ranks(tmp_path: Path) -> None:
         ("0-3,8", 6, "bind_cores.sh: error: 5 CPUs for 6 ranks; start fewer ranks per node\n"),
     ],
 )
-def test_each_rank_is_bound_to_its_own_cpus(
-    cpus: str, ranks: int, said: str, tmp_path: Path
-) -> None:
+def test_each_rank_has_its_own_cpus(cpus: str, ranks: int, said: str, tmp_path: Path) -> None:
     """The last rank. `taskset` reports these CPUs for the process."""
     list_of_cpus = f"pid $2's current affinity list: {cpus}"
     shows = f'if [ "$1" = -pc ]; then echo "{list_of_cpus}"; else echo "$@"; fi'
@@ -140,9 +138,7 @@ SUMMARY = "  exitcode  : {} (pid: 4711)"  # as torchrun prints it
         (("torchrun: error", SUMMARY.format(2)), 1, 1),
     ],
 )
-def test_a_prolog_fails_unless_there_is_no_verdict(
-    lines: tuple[str, ...], status: int, ended: int, tmp_path: Path
-) -> None:
+def test_how_a_prolog_ends(lines: tuple[str, ...], status: int, ended: int, tmp_path: Path) -> None:
     said = "\n".join(f"echo '{line}'" for line in lines)
     fake(tmp_path, "torchrun", f"{said}\nexit {status}")
     variables = f"CHECKOUT={shlex.quote(str(ROOT))} TORCHRUN={tmp_path}/torchrun"
@@ -161,9 +157,7 @@ def test_a_prolog_fails_unless_there_is_no_verdict(
         (4, None, "not submitted: the nodes were not checked, or there is no verdict: status 4"),
     ],
 )
-def test_a_job_is_submitted_without_the_bad_hosts(
-    status: int, bad: str | None, said: str, tmp_path: Path
-) -> None:
+def test_bad_hosts_are_excluded(status: int, bad: str | None, said: str, tmp_path: Path) -> None:
     """A file of an earlier check does not count."""
     (tmp_path / "bad.txt").write_text("old\n")
     write = "" if bad is None else f"printf '{bad and bad + chr(10)}' >bad.txt"

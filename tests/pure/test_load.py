@@ -96,9 +96,8 @@ def test_links_are_separate_cases(tmp_path: Path) -> None:
     links: dict[str, Any] = {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]], "links_spread": [0.1]}
     line = case("", key={"round": 1, "by": "rank"}, samples_s={}, metrics=links, rounds=[])
     table = frame(load([write(tmp_path / "a.jsonl", line, benchmark="p2p_matrix")]))
-    assert dict(zip(table["link"], table["time_s"], strict=True)) == pytest.approx(
-        {"0 - 1 latency": 1e-4, "0 -> 1": 0.5, "1 -> 0": 0.25, "0 <-> 1": 0.2}
-    )
+    seconds = {"0 - 1 latency": 1e-4, "0 -> 1": 0.5, "1 -> 0": 0.25, "0 <-> 1": 0.2}
+    assert dict(zip(table["link"], table["time_s"], strict=True)) == pytest.approx(seconds)
     assert table["spread"].tolist() == [0.1] * 4
 
 

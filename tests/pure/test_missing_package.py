@@ -43,9 +43,7 @@ SIDES = "docs/results/tutorial/change/a --test docs/results/tutorial/change/b"
         (f"analysis/compare.py {SIDES} --ignore-key bucket_size_mb,comm_hook", "scipy", "analysis"),
     ],
 )
-def test_a_missing_package_is_one_line(
-    program: str, missing: str, folder: str, tmp_path: Path
-) -> None:
+def test_a_package_is_missing(program: str, missing: str, folder: str, tmp_path: Path) -> None:
     """A None in sys.modules has the effect of a missing package."""
     program, *words = program.split()
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules['{missing}'] = None\n")

@@ -19,10 +19,8 @@ def log(*lines: str) -> str:
 
 
 def gdr(net: str, *states: str) -> list[str]:
-    return [
-        f"NET/{net} : GPU Direct RDMA {state} for HCA {n} 'mlx5_{n}'"
-        for n, state in enumerate(states)
-    ]
+    line = f"NET/{net} : GPU Direct RDMA %s for HCA %d 'mlx5_%d'"
+    return [line % (state, n, n) for n, state in enumerate(states)]
 
 
 IB = "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]" + OOB

@@ -46,10 +46,8 @@ def test_reasons_for_throttling_during_the_run() -> None:
     hot = counted("6881625397 us", "6869280000 us", "250000 us", "0 us", index="1")
     after = [counted("12300000 us", *zeros[1:]), hot, counted("9000000 us", *zeros[1:], index="2")]
     slowed = node.slowed_seconds(before, after, ["1", "0"])
-    assert slowed == [
-        {"power cap": pytest.approx(12.35), "hardware thermal": 0.25},
-        {"power cap": 12.3},
-    ]
+    hot_s = {"power cap": pytest.approx(12.35), "hardware thermal": 0.25}
+    assert slowed == [hot_s, {"power cap": 12.3}]
     gpus = [{"index": "1"}, {"index": "0"}]
     assert node.slowed_lines(["a"], [gpus], [slowed]) == [
         "warning: GPU 1 of a was throttled: power cap for 12.3 s, hardware thermal for 0.2 s",
@@ -94,11 +92,8 @@ def test_a_node_with_network_errors_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node with two ranks, of which only the first reads the counters. No data used the network,
     so drops are only in the report. GPU 0 belongs to another job."""
-    gpus = [
-        {"index": index, "uuid": f"GPU-{index}", "driver_version": "580.65.06", REASONS: "0x0"}
-        for index in ("0", "1")
-    ]
-    gpus = [gpu | {ECC: "0", "mig.mode.current": "Disabled"} for gpu in gpus]
+    same = {"driver_version": "580.65.06", REASONS: "0x0", ECC: "0", "mig.mode.current": "Disabled"}
+    gpus = [{"index": index, "uuid": f"GPU-{index}"} | same for index in ("0", "1")]
     zeros = ("0 us",) * 4
     start = [counted(*zeros), counted(*zeros, index="1")]
     end = [counted(*["9000000 us"] * 4), counted("2000000 us", *zeros[1:], index="1")]
@@ -114,9 +109,5 @@ def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     observer, last_line = Node(bench), dict[str, Any]()
     line = "note: GPU 1 of a was limited by its power: power cap for 2.0 s"
     assert observer.end(last_line) == [line]
-    expected = {
-        "network": [{"eth0 dropin": 7}],
-        "gpus": [gpus[1:]],
-        "slowed_s": [[{"power cap": 2.0}]],
-    }
-    assert last_line == expected
+    assert last_line.pop("slowed_s") == [[{"power cap": 2.0}]]
+    assert last_line == {"network": [{"eth0 dropin": 7}], "gpus": [gpus[1:]]}

@@ -32,7 +32,6 @@ CPU = torch.device("cpu")
 USERS = """
 import os
 import sys
-import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -42,83 +41,42 @@ from torch import nn
 
 number = 3
 
+def trio(samples=2, width=4, kind=nn.Linear):
+    return kind(width, 1), (torch.ones(samples, width),), torch.sum
 
-def trio(samples=2, width=4):
-    return nn.Linear(width, 1), (torch.ones(samples, width),), torch.sum
+def as_dict(kind=nn.Linear, **more):
+    model, args, loss = trio(kind=kind)
+    return {"model": model, "args": args, "loss": loss} | more
 
+def fine(device): return trio()
+def sized(device, samples=2, width=4): return trio(samples, width)
+def alone(device): return nn.Linear(4, 1), torch.ones(2, 4), torch.sum
+def no_tensor(device): return nn.Linear(4, 1), {"x": 3}, torch.sum
+def other_key(device): return {"modle": nn.Linear(4, 1)}
+def no_model(device): return {"args": (torch.ones(2, 4),), "loss": torch.sum}
+def other_unit(device): return as_dict(fsdp_units=[nn.Linear(1, 1)])
+def no_rate(device): return as_dict(optimizer=Rateless)
+def exits(device): sys.exit(0)
+def interrupts(device): raise KeyboardInterrupt
+def divides(device): return number / 0
+def missing_file(device): return torch.load("weights.pt")
+def empty(device): return trio(samples=0)
+def no_batch(device): return nn.Linear(4, 1), (torch.tensor(1.0),), torch.sum
+def wrong_shape(device): return trio(kind=Wrong)
+def grows(device): return trio(kind=Grows)
+def exits_in_forward(device): return trio(kind=Exits)
+def fills_the_gpu_in_forward(device): return trio(kind=Large)
 
-def fine(device):
-    return trio()
-
-
-def sized(device, samples=2, width=4):
-    return trio(samples, width)
-
-
-def alone(device):
-    return nn.Linear(4, 1), torch.ones(2, 4), torch.sum
-
-
-def no_tensor(device):
-    return nn.Linear(4, 1), {"x": 3}, torch.sum
-
-
-def other_key(device):
-    return {"modle": nn.Linear(4, 1)}
-
-
-def no_model(device):
-    return {"args": (torch.ones(2, 4),), "loss": torch.sum}
-
-
-def other_unit(device):
-    model, args, loss = trio()
-    return {"model": model, "args": args, "loss": loss, "fsdp_units": [nn.Linear(1, 1)]}
-
+def fills_the_gpu(device):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 class Rateless(torch.optim.SGD):
     def __init__(self, parameters):
         super().__init__(parameters)
         self.param_groups[0]["lr"] = None
 
-
-def no_rate(device):
-    model, args, loss = trio()
-    return {"model": model, "args": args, "loss": loss, "optimizer": Rateless}
-
-
-def exits(device):
-    sys.exit(0)
-
-
-def interrupts(device):
-    raise KeyboardInterrupt
-
-
-def divides(device):
-    return number / 0
-
-
-def missing_file(device):
-    return torch.load("weights.pt")
-
-
-def empty(device):
-    return trio(samples=0)
-
-
-def no_batch(device):
-    return nn.Linear(4, 1), (torch.tensor(1.0),), torch.sum
-
-
 class Wrong(nn.Linear):
-    def forward(self, x):
-        return super().forward(x[:, 1:])
-
-
-def wrong_shape(device):
-    return Wrong(4, 1), (torch.ones(2, 4),), torch.sum
-
+    def forward(self, x): return super().forward(x[:, 1:])
 
 class Grows(nn.Linear):
     def forward(self, x):
@@ -126,58 +84,32 @@ class Grows(nn.Linear):
         x.resize_(len(x) + 1, 4)
         return y
 
-
-def grows(device):
-    return Grows(4, 1), (torch.ones(2, 4),), torch.sum
-
-
 class Exits(nn.Linear):
-    def forward(self, x):
-        sys.exit("enough")
+    def forward(self, x): sys.exit("enough")
 
-
-def exits_in_forward(device):
-    return Exits(4, 1), (torch.ones(2, 4),), torch.sum
-
+class Large(nn.Linear):
+    def forward(self, x): fills_the_gpu(x.device)
 
 def threads(device):
     torch.set_num_threads(torch.get_num_threads() + 1)
     return trio()
 
-
 def double(device):
     torch.set_default_dtype(torch.float64)
     return trio()
-
 
 def no_grad(device):
     torch.set_grad_enabled(False)
     return trio()
 
-
 def meta(device):
     torch.set_default_device("meta")
     return nn.Linear(4, 1, device=device), (torch.ones(2, 4, device=device),), torch.sum
-
 
 def moves(device):
     os.chdir("elsewhere")
     sys.path.append("/a/library")
     return trio()
-
-
-def fills_the_gpu(device):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-class Large(nn.Linear):
-    def forward(self, x):
-        fills_the_gpu(x.device)
-
-
-def fills_the_gpu_in_forward(device):
-    return Large(4, 1), (torch.ones(2, 4),), torch.sum
-
 
 def sets_everything(device):
     torch.autograd.set_detect_anomaly(True)
@@ -191,114 +123,79 @@ def sets_everything(device):
     sys.stdout = open(os.devnull, "w")
     return trio()
 
-
 class Takes(nn.Linear):
     def forward(self, batch):
         return super().forward(batch if isinstance(batch, torch.Tensor) else batch.x)
-
 
 @dataclass
 class Graph:
     x: torch.Tensor
     edges: torch.Tensor
 
-
 class Data:  # like PyG's Data: moves by .to, and is not a dataclass
-    def __init__(self, x):
-        self.x = x
-
-
-def graph(device):
-    return Takes(4, 1), Graph(torch.ones(10, 4), torch.ones(2, 30)), torch.sum
-
-
-def one_class(device):
-    return Takes(4, 1), (Graph(torch.ones(6, 4), torch.ones(6)),), torch.sum
-
+    def __init__(self, x): self.x = x
 
 @dataclass(slots=True)
 class Slots:
     x: torch.Tensor
     y: torch.Tensor
 
-
 @dataclass(slots=True)
 class Unset(Slots):
     z: torch.Tensor = field(init=False)
 
+def graph(device): return Takes(4, 1), Graph(torch.ones(10, 4), torch.ones(2, 30)), torch.sum
+def one_class(device): return Takes(4, 1), (Graph(torch.ones(6, 4), torch.ones(6)),), torch.sum
+def no_samples(device): return data(device, samples="many")
+def one_dict(device): return Takes(4, 1), {"image": torch.ones(2, 4)}, torch.sum
 
 def slots(device, unset=False):
     kind = Unset if unset else Slots
     return Takes(4, 1), kind(torch.ones(6, 4), torch.ones(6)), torch.sum
 
-
 def data(device, samples=None):
     batch = (Data(torch.ones(10, 4)),)
     return {"model": Takes(4, 1), "args": batch, "loss": torch.sum, "samples": samples}
-
-
-def no_samples(device):
-    return data(device, samples="many")
-
 
 def jagged(device):
     parts = [torch.ones(2, 4), torch.ones(5, 4), torch.ones(1, 4)]
     batch = torch.nested.nested_tensor(parts, layout=torch.jagged)
     return Takes(4, 1), batch, lambda y: y.values().sum()
 
-
-def one_dict(device):
-    return Takes(4, 1), {"image": torch.ones(2, 4)}, torch.sum
-
-
 class Masked(nn.Linear):
-    def forward(self, mask, x):
-        return super().forward(x)
-
+    def forward(self, mask, x): return super().forward(x)
 
 def masked(device):
     return Masked(4, 1), {"mask": torch.ones(1, 4), "x": torch.ones(8, 4)}, torch.sum
-
 
 def reduces(y):
     dist.all_reduce(y.detach())
     return y.sum()
 
-
-def functional(y):
-    return funcol.all_reduce(y.sum(), "sum", dist.group.WORLD)
-
-
 def waits(y):
     dist.barrier()
     return y.sum()
-
 
 def in_backward(y):
     y.register_hook(lambda gradient: reduces(gradient) * gradient)
     return y.sum()
 
-
-def local(y):
-    return y.sum()
-
-
 def gathers(y):  # as nn.SyncBatchNorm does
     dist.all_gather_into_tensor(torch.empty_like(y), y.detach())
     return y.sum()
 
+def functional(y): return funcol.all_reduce(y.sum(), "sum", dist.group.WORLD)
+def local(y): return y.sum()
 
 class Shares(torch.optim.SGD):  # its weights, in each step
     def step(self):
         super().step()
         dist.all_reduce(self.param_groups[0]["params"][0].detach())
 
-
 class SharesAtStart(torch.optim.SGD):
     def __init__(self, parameters):
         super().__init__(parameters)
         dist.barrier()
-
 
 class Rounds:  # a wrapper of an optimizer
     def __init__(self, parameters):
@@ -309,46 +206,23 @@ class Rounds:  # a wrapper of an optimizer
         self.inner.step()
         waits(self.param_groups[0]["params"][0].detach())
 
-
-def own_dict():
-    return {"model": nn.Linear(4, 1), "args": (torch.ones(2, 4),), "loss": torch.sum}
-
-
 def communicates(device, how):
-    return own_dict() | {"loss" if how.islower() else "optimizer": globals()[how]}
-
+    return as_dict(**{"loss" if how.islower() else "optimizer": globals()[how]})
 
 sizes = iter([64, 640])
 
-
 class Numbers:
-    def __len__(self):
-        return 3
+    def __len__(self): return 3
+    def __getitem__(self, index): return index
 
-    def __getitem__(self, index):
-        return index
-
-
-def numbers(count=3):
-    return Numbers()
-
-
-def with_collate():
-    return Numbers(), torch.tensor
-
-
-def no_dataset():
-    return iter([])
-
-
-def no_function():
-    return Numbers(), 3
-
+def numbers(count=3): return Numbers()
+def with_collate(): return Numbers(), torch.tensor
+def no_dataset(): return iter([])
+def no_function(): return Numbers(), 3
 
 def grows_by_call(device, stated=False):
     size = next(sizes)
     return data(device, samples=size) if stated else trio(size)
-
 
 class GrowsLater(nn.Linear):  # from the third step on
     steps = 0
@@ -361,21 +235,16 @@ class GrowsLater(nn.Linear):  # from the third step on
             batch.resize_(len(batch) + 1, 4)
         return super().forward(batch["x"] if isinstance(batch, dict) else batch)
 
-
 def grows_later(device, nested=False):
     x = torch.ones(2, 4)
     return GrowsLater(4, 1), ({"x": x},) if nested else x, lambda y: y.detach().sum()
-
 
 class Forgets(torch.optim.SGD):  # the gradients, once they are used
     def step(self):
         super().step()
         self.zero_grad()
 
-
-def forgets(device):
-    return own_dict() | {"optimizer": Forgets}
-
+def forgets(device): return as_dict(optimizer=Forgets)
 
 def sets_later(device):
     def loss(y):
@@ -411,10 +280,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nowhere:gpt", "cannot import nowhere: No module named 'nowhere'; e.g. my"),
         ("tests.own_models:gtp", "own_models.py has no function 'gtp'; did you mean gpt"),
         ("tests.own_models:model_alone", "a tuple or a dict with tensors), a function; got Linear"),
-        (
-            "users:one_dict",
-            "keyword argument 'image'; for a forward pass that takes the whole dict, ret",
-        ),
+        ("users:one_dict", "keyword argument 'image'; for a forward pass that takes the whole dic"),
         ("users:no_samples", "expected a number of samples above 0, got 'many'; e.g. 32"),
         ("users:no_tensor", "a function; got no tensor in the batch"),
         ("users:other_key", "got the key 'modle'; did you mean model?"),
@@ -432,13 +298,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (":fine", "expected package.module:function, got ':fine'; e.g. my_model:"),
         ("users:", "users.py has no function ''"),
         ("users:number", "users.py has no function 'number', but a value of type int"),
-        ("users:exits", "users:exits: SystemExit: 0 (users.py:60)"),
-        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:64)"),
-        ("users:exits_in_forward", "SystemExit: enough (users.py:105)"),
+        ("users:exits", "users:exits: SystemExit: 0 (users.py:28)"),
+        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:29)"),
+        ("users:exits_in_forward", "SystemExit: enough (users.py:57)"),
         ("leaving:f", "leaving:f: SystemExit: from the module (leaving.py:1)"),
         ("unfinished:f", "unfinished:f: SyntaxError: invalid syntax (unfinished.py, line 1)"),
-        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:68)"),
-        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:72)"),
+        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:30)"),
+        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:31)"),
         ("users:wrong_shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("users:empty", "expected a batch of at least 1 sample, got [0, 4]"),
         ("users:no_batch", "expected a batch of at least 1 sample, got []"),
@@ -571,15 +437,14 @@ def test_communication_is_seen(how: str, op: str) -> None:
     assert trial == Trial(2, [], shapes=[[2, 4]], communication=(op,) * bool(op))
 
 
+NO_TENSORS = ("no tensors with 64 samples first", "no tensors with 640 samples now")
+
+
 @pytest.mark.parametrize(
     ("name", "first", "now"),
     [
         ("users:grows_by_call", "[64, 4] first", "[640, 4] now"),
-        (
-            "users:grows_by_call?stated=true",
-            "no tensors with 64 samples first",
-            "no tensors with 640 samples now",
-        ),
+        ("users:grows_by_call?stated=true", *NO_TENSORS),
     ],
 )
 def test_a_batch_of_another_size_than_in_the_first_call(name: str, first: str, now: str) -> None:
@@ -669,12 +534,10 @@ def test_other_shapes_on_a_rank_are_a_line() -> None:
     short, long, mask = [[2, 8]], [[2, 64]], [[2, 8], [2, 2, 8]]
     start = "# mine:f: shapes of the batch differ between ranks: "
     assert told((2, short), None, (2, short)) == []
-    assert told((2, short), (2, long), (2, long)) == [
-        f"{start}[2, 8] on rank 0, [2, 64] on rank 1, 2"
-    ]
-    assert told(None, (6, mask), (6, short)) == [
-        f"{start}[2, 8], [2, 2, 8] on rank 1, [2, 8] on rank 2"
-    ]
+    rest = "[2, 8] on rank 0, [2, 64] on rank 1, 2"
+    assert told((2, short), (2, long), (2, long)) == [start + rest]
+    rest = "[2, 8], [2, 2, 8] on rank 1, [2, 8] on rank 2"
+    assert told(None, (6, mask), (6, short)) == [start + rest]
 
 
 def test_parameters_in_the_name() -> None:
@@ -688,9 +551,8 @@ def test_parameters_in_the_name() -> None:
 def test_a_batch_of_keyword_arguments() -> None:
     """A batch like that of Hugging Face: nested, with values that are not tensors. 4 x 5 tokens."""
     name = "tests.own_models:batch_of_transformers?batch=4&long=true"
-    assert try_own(name, CPU, idle_allowed=False) == Trial(
-        4, [], tokens=20, shapes=[[4, 5], [4, 1, 1]]
-    )
+    trial = Trial(4, [], tokens=20, shapes=[[4, 5], [4, 1, 1]])
+    assert try_own(name, CPU, idle_allowed=False) == trial
     own = make_own(name, CPU)
     assert own.tokens() == 20
     assert (own.args, list(own.kwargs)) == ((), ["input_ids", "extra", "use_cache"])

@@ -51,9 +51,7 @@ def key_of(mesh: str, sequence: int, batch: int, microbatches: int, experts: int
         ("pp2:interleaved", (128, 20, 5, 0), "got 5; e.g. --microbatches 4"),
     ],
 )
-def test_numbers_that_do_not_fit_a_mesh(
-    name: str, numbers: tuple[int, int, int, int], says: str
-) -> None:
+def test_misfits_of_a_mesh(name: str, numbers: tuple[int, int, int, int], says: str) -> None:
     problem = misfit(key_of(name, *numbers))
     assert problem
     assert says in problem

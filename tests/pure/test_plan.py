@@ -11,31 +11,21 @@ from analysis.runs import plan
 from analysis.runs.commands import Command, open_plan
 from tests.process import ROOT
 
+APP = ["app/__init__.py", "app/__main__.py"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory. `tool` is on PATH."""
     monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "bin/tool": "#!/usr/bin/env python\n",
-        "train.py": "",
-        "config.yaml": "",
-        "there/train.py": "",
-        "path/lib.py": "",
-        "models/nets.py": "",
-        "app/__init__.py": "",
-        "app/__main__.py": "",
-        "app/inner/__main__.py": "",
-        "run": "#!/bin/sh\n",
-    }.items():
+    texts = {"bin/tool": "#!/usr/bin/env python\n", "run": "#!/bin/sh\n"}
+    files = ["train.py", "config.yaml", "there/train.py", "path/lib.py", "models/nets.py", *APP]
+    for name in (*texts, *files, "app/inner/__main__.py"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(text)
-        path.chmod(0o755 if name.startswith("bin/") or name == "run" else 0o644)
+        path.write_text(texts.get(name, ""))
+        path.chmod(0o755 if name in texts else 0o644)
     return tmp_path
-
-
-APP = ["app/__init__.py", "app/__main__.py"]
 
 
 @pytest.mark.parametrize(
@@ -136,14 +126,10 @@ def test_differences_between_a_call_and_a_plan() -> None:
     mine = ["file of a: 11 x.py", "file of b: 22 x.py", "inherited variable F=1"]
     assert plan.why_different([*begin, *mine], [*begin, *mine]) == ""
     assert plan.why_different([*begin, *mine], [*begin, *mine, "file of a: 33 made.txt"]) == ""
-    assert (
-        plan.why_different([*begin, *mine], ["runs: 8", *begin[1:], *mine])
-        == "its plan does not contain runs: 8"
-    )
-    assert (
-        plan.why_different([*begin, *mine], [*begin[:2], *mine])
-        == "the earlier call had more commands"
-    )
+    told = "its plan does not contain runs: 8"
+    assert plan.why_different([*begin, *mine], ["runs: 8", *begin[1:], *mine]) == told
+    told = "the earlier call had more commands"
+    assert plan.why_different([*begin, *mine], [*begin[:2], *mine]) == told
     edited = ["file of a: 12 x.py", "file of b: 22 x.py", "inherited variable G="]
     told = "x.py has changed, F was 1, is unset now, G was unset, is  now"
     assert plan.why_different([*begin, *mine], [*begin, *edited]) == told

@@ -19,9 +19,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_the_line_has_the_case_and_the_time_left(
-    written: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_case_and_time_left(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """2 of 6 cases took 60 s. The third has taken 10 s, so 4 * 30 - 10 s are left."""
     clock = 100.0
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock))
@@ -51,9 +49,7 @@ def test_the_line_has_the_case_and_the_time_left(
         ("waiting for all ranks", True, False),
     ],
 )
-def test_no_timer_runs_in_timed_phases(
-    phase: str, is_first: bool, runs: bool, written: list[str]
-) -> None:
+def test_timers_of_phases(phase: str, is_first: bool, runs: bool, written: list[str]) -> None:
     bench: Any = SimpleNamespace(is_first=is_first, measured=[0], case_count=1)
     before = threading.active_count()
     observer = Progress(bench)
@@ -67,9 +63,7 @@ def test_no_timer_runs_in_timed_phases(
     assert threading.active_count() == before
 
 
-def test_a_slow_build_is_reported_again(
-    written: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_build_is_told_again(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST_S", 0.01)
     monkeypatch.setattr(progress, "NEXT_S", 0.01)
     again = threading.Event()
@@ -88,9 +82,7 @@ def test_a_slow_build_is_reported_again(
     assert written[0].startswith("# case 1 of 1: a: setup, ")
 
 
-def test_the_line_of_a_terminal_ticks_while_a_case_is_built(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_line_of_a_terminal_ticks_while_a_case_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written anew in each phase and while a case is built, and deleted before a row is
     printed."""
     ticked, texts = threading.Event(), list[str]()

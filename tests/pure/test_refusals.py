@@ -33,11 +33,7 @@ MISTAKES = [
     ("p2p_matrix", f"--iters {'9' * 20_000}", "got '99999"),
     ("p2p_matrix", f"--{'x' * 20_000}", "... (20,004 characters)"),
     ("p2p_matrix", "--json 'r-{NO_SUCH}.jsonl'", "in {NO_SUCH}, but NO_SUCH is not set, got 'r-{"),
-    (
-        "p2p_matrix",
-        "--json fifo",
-        "--json fifo: expected a regular file, got a pipe; e.g. report.jsonl",
-    ),
+    ("p2p_matrix", "--json fifo", "--json fifo: expected a regular file, got a pipe; e.g. report."),
     ("p2p_matrix", "--resume", "expected --json PATH, the report to write or resume"),
     ("p2p_matrix", "--json=", "expected --json PATH, the report to write or resume"),
     ("p2p_matrix", "--profile-ranks 0", "--profile-ranks requires --profile DIR"),
@@ -51,20 +47,12 @@ MISTAKES = [
     ("collectives", "-e 0", "argument -e/--maxbytes: expected a size above 0, got '0'; e.g. 8, 64"),
     ("collectives", "-i 0", "argument -i/--stepbytes: expected a size above 0, got '0'"),
     ("collectives", "-i 8 -f 3", "-f/--stepfactor: not allowed with argument -i/--stepbytes"),
-    (
-        "collectives",
-        "-b 64 -e 8",
-        "-e must not be smaller than -b: got -b 64 -e 8; e.g. -b 8 -e 64M",
-    ),
+    ("collectives", "-b 64 -e 8", "-e must not be smaller than -b: got -b 64 -e 8; e.g. -b 8 -e 6"),
     ("collectives", "-G 3 --device cpu", "-G requires CUDA, but this run is on the CPU"),
     ("collectives", "--beside allreduce", "expected one of all_reduce, all_gather, "),
     ("collectives", "--beside all_to_all:x", "expected a size above 0, got 'x'"),
     ("collectives", "--beside all_to_all -I 1", "-I cannot be used with --beside"),
-    (
-        "collectives",
-        "--beside all_to_all --collective all",
-        "got sendrecv; e.g. --collective all_re",
-    ),
+    ("collectives", "--beside all_to_all --collective all", "got sendrecv; e.g. --collective all_"),
     ("collectives", "-f 1.0000001", "-f: more than 10,000 sizes; use larger steps, e.g. -f 2"),
     ("collectives", "-i 1", "-i: more than 10,000 sizes; use larger steps, e.g. -f 2"),
     ("input_sweep", "--samples 5", "expected a whole number of at least 10, got '5'; at most 1,"),
@@ -75,27 +63,15 @@ MISTAKES = [
     ("compile_sweep", "--ddp --fsdp", "argument --fsdp: not allowed with argument --ddp"),
     ("compile_sweep", "--device cpu --dtype tf32", "tf32 and cudagraphs require CUDA; use"),
     ("compile_sweep", "--interleave --strategies ddp --backends eager", "got only ddp eager; e.g."),
-    (
-        "compile_sweep",
-        "--interleave --strategies none,ddp",
-        "on all ranks, and none uses only one; ",
-    ),
+    ("compile_sweep", "--interleave --strategies none,ddp", "on all ranks, and none uses only one"),
     ("compile_sweep", "--dtype fp16", "expected one or more of default, fp32, tf32, bf16"),
     ("compile_sweep", "--torchbench-model hf_Bert", "--model tb:hf_Bert, with the tb.py of"),
     ("compile_sweep", "--profile --verbose x", "unknown argument '--verbose': TORCH_LOGS=graph_co"),
     ("compile_sweep", "--torchviz", "call torchviz in the function of --model package.module:fun"),
     ("compile_sweep", "--dynamo print", "got 'print'; TORCH_LOGS=graph_code,ddp_graphs prints"),
-    (
-        "compile_sweep",
-        "--ddp --fsdp-checkpoint",
-        "expected a strategy with FSDP, got ddp; e.g. --fs",
-    ),
+    ("compile_sweep", "--ddp --fsdp-checkpoint", "expected a strategy with FSDP, got ddp; e.g. --"),
     ("compile_sweep", "--no-fsdp-wrap --fsdp-wrap-classes A", "with argument --no-fsdp-wrap"),
-    (
-        "compile_sweep",
-        "--backends relu_compile_error",
-        "expected one or more of eager, dynamo_eager",
-    ),
+    ("compile_sweep", "--backends relu_compile_error", "expected one or more of eager, dynamo_eag"),
     ("ddp_sweep", "--model resnet5", "unknown model 'resnet5'; did you mean resnet50"),
     ("ddp_sweep", "--model fcn_resnet50", "unknown model 'fcn_resnet50'"),  # no classifier
     ("ddp_sweep", "--model googlenet", "unknown model 'googlenet'"),  # several heads
@@ -105,25 +81,13 @@ MISTAKES = [
     ("ddp_sweep", "--comm-hook bf61", "got 'bf61'; did you mean bf16?"),
     ("ddp_sweep", "--world-sizes 2,node", "--world-sizes: expected a whole number of at least 1"),
     ("ddp_sweep", "--dtype tf32 --device cpu", "--dtype tf32 requires CUDA; use fp32"),
-    (
-        "ddp_sweep",
-        "--interleave",
-        "expected several bucket sizes, hooks, dtypes or --ddp-options, got only default buckets",
-    ),
-    (
-        "ddp_sweep",
-        "--interleave --comm-hook bf16",
-        "got only default buckets with bf16; e.g. --comm",
-    ),
+    ("ddp_sweep", "--interleave", "expected several bucket sizes, hooks, dtypes or --ddp-options,"),
+    ("ddp_sweep", "--interleave --comm-hook bf16", "got only default buckets with bf16; e.g. --co"),
     ("input_sweep", "--model resnet19", "unknown model 'resnet19'; did you mean resnet"),
     ("ddp_sweep", "--ddp-options static", "got 'static'; did you mean static_graph"),
     ("ddp_sweep", "--interleave --dtype default,bf16", "alternates fp32, tf32 and bf16, got def"),
     ("input_sweep", "--cache hot", "expected one or more of warm, cold"),
-    (
-        "input_sweep",
-        "--model a:b",
-        "requires --dataset package.module:function, which returns its ",
-    ),
+    ("input_sweep", "--model a:b", "requires --dataset package.module:function, which returns its"),
     ("input_sweep", "--model a:b --dataset a:d --batch-size 3", "a:b, which defines its own batch"),
     ("input_sweep", "--dataset a:d --cache cold", "--cache cold requires images, whose files are"),
     ("node_check", "--budget 0", "--budget: expected a number above 0, got '0'"),
@@ -155,22 +119,10 @@ MISTAKES = [
     ("traffic", "--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,"),
     ("traffic", "--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory, but only "),
     ("traffic", "--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
-    (
-        "traffic",
-        "--ranks 2 --against a.jsonl",
-        "--against requires --measured, e.g. --measured collectives.jsonl",
-    ),
+    ("traffic", "--ranks 2 --against a.jsonl", "--against requires --measured, e.g. --measured co"),
     ("traffic", "--ranks 2 --measured no.jsonl", "--measured: no.jsonl: No such file or directory"),
-    (
-        "traffic",
-        "--ranks 2 --measured a.jsonl",
-        "--measured a.jsonl: expected a report of collectiv",
-    ),
-    (
-        "traffic",
-        "--ranks 2 --measured other.jsonl",
-        "an entry is not what collectives.py writes (K",
-    ),
+    ("traffic", "--ranks 2 --measured a.jsonl", "--measured a.jsonl: expected a report of collect"),
+    ("traffic", "--ranks 2 --measured other.jsonl", "an entry is not what collectives.py writes ("),
     ("compare", "a.jsonl", "expected reports of two sides, BASE and --test TEST; e.g. compare"),
     ("compare", "a.jsonl --test a.jsonl", "is the same file as"),
     ("compare", "a.jsonl --test other.jsonl", "BASE has ddp_sweep, TEST has collectives"),
@@ -181,24 +133,12 @@ MISTAKES = [
     ("compare", "a.jsonl --test b.jsonl --measure=", "--measure: expected a name, got ''"),
     ("compare", "a.jsonl --test b.jsonl --ignore-key modle", "no case has a key field 'modle'"),
     ("compare", "a.log --test b.log --step '(.'", "a regular expression (missing ), unterminated "),
-    (
-        "compare",
-        "a.log --test b.log --step ms",
-        "expected JSON with a field 'ms', or a pattern with a group, as --step",
-    ),
+    ("compare", "a.log --test b.log --step ms", "expected JSON with a field 'ms', or a pattern wi"),
     ("compare", "a.log --test b.log --skip 1", "--skip requires --step; e.g. --s"),
     ("compare", "a.log --test b.log --step '(x) ms' --skip -1", "of at least 0, got '-1'"),
-    (
-        "compare",
-        "a.log --test b.log --step '(.*)'",
-        "expected the unit of the numbers in '(.*)', ms",
-    ),
+    ("compare", "a.log --test b.log --step '(.*)'", "expected the unit of the numbers in '(.*)',"),
     ("compare", "a.log --test b.log --step '(.*)' --unit h", "invalid choice: 'h'"),
-    (
-        "compare",
-        "a.log --test b.log --step '(x) ms'",
-        "expected lines with '(x) ms', got none in 2",
-    ),
+    ("compare", "a.log --test b.log --step '(x) ms'", "expected lines with '(x) ms', got none in"),
     ("compare", "a.log --test b.log --step '(.*) ms' --measure x", "cannot be used with --step"),
     ("compare", "no.log --test b.log --step '(.*) ms'", "no.log: No such file or directory"),
     ("export", "a.jsonl --to xml", "invalid choice: 'xml'"),
@@ -213,11 +153,7 @@ MISTAKES = [
     ("report", "a.jsonl -o page.html --measure step", "--measure requires --test"),
     ("report", "a.jsonl -o page.html --margin 3%", "--margin requires two sides: --test, or a"),
     ("report", "a.jsonl -o page.html --ignore-key x", "--ignore-key requires two sides"),
-    (
-        "trace",
-        "a.jsonl --against fifo",
-        "--against fifo: fifo: expected a regular file, got a pipe",
-    ),
+    ("trace", "a.jsonl --against fifo", "--against fifo: fifo: expected a regular file, got a pip"),
     ("trace", "absent.json", "No such file"),
     ("trace", "a.jsonl", "expected a trace of torch.profiler"),
     ("ab", "--a true --b 'true x' --out piped", "plan.txt: expected a regular file, got a pipe"),
@@ -225,24 +161,12 @@ MISTAKES = [
     ("ab", "--a x --out=", "expected a folder, got ''; e.g. --out"),
     ("ab", "--a x --b-env X --out ab", "expected NAME=VALUE, got 'X'"),
     ("ab", "--a 'python3 \"x' --out ab", "No closing quotation"),
-    (
-        "ab",
-        "--a no-such-program --out ab",
-        "expected a program that can be run, got 'no-such-program'",
-    ),
+    ("ab", "--a no-such-program --out ab", "expected a program that can be run, got 'no-such-prog"),
     ("ab", "--a 'X=1 cmd' --out ab", "'X=1'; to set a variable, write env X=1 ..."),
     ("ab", "--a x --b y --b z --out ab", "expected one command B, quoted as one argument, got 2"),
     ("ab", "--a x --out ab --unit ms", "--unit requires --step"),
-    (
-        "ab",
-        "--a x --out ab --step '(.*) ms' --interleave",
-        "--interleave applies to reports, and cann",
-    ),
-    (
-        "ab",
-        "--a x --out ab --step '(.*) ms' --ignore-key x",
-        "--ignore-key applies to reports, and cann",
-    ),
+    ("ab", "--a x --out ab --step '(.*) ms' --interleave", "--interleave applies to reports, and"),
+    ("ab", "--a x --out ab --step '(.*) ms' --ignore-key x", "--ignore-key applies to reports, an"),
 ]
 # other required arguments of a script
 NEEDED = {"replay": "trace", "traffic": "--ranks 1 --mesh dp1"}
@@ -346,9 +270,7 @@ def test_a_missing_folder_is_refused_before_the_rendezvous(
     assert f": error: {flag}: expected a regular file, got a folder; " in refused(flag)
 
 
-def test_only_the_node_of_rank_0_checks_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_rank_0_checks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0 writes the report. A read-only folder is refused, unless the file exists."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

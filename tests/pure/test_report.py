@@ -128,11 +128,7 @@ def test_resume_keeps_cases_and_cuts_an_incomplete_line(path: Path, tail: bytes)
         ("ddp_sweep", {"ranks": [{"rank": 0, "threads": 2}]}, "has threads (rank 0) 1, this run 2"),
         ("ddp_sweep", {"variables": {"NCCL_ALGO": "Ring"}}, "has NCCL_ALGO unset, this run Ring"),
         ("ddp_sweep", {"torch": "\33[2J\n#"}, r"torch 2.15.0, this run '\x1b[2J\n#'"),
-        (
-            "ddp_sweep",
-            {"contents": {"mine": "1", "x": "1"}},
-            "has other contents of mine: the resul",
-        ),
+        ("ddp_sweep", {"contents": {"mine": "1", "x": "1"}}, "has other contents of mine: the re"),
         ("ddp_sweep", {"contents": {"a": "1"}, "torch": "2"}, "0, this run 2: the results"),
         (
             "ddp_sweep",
@@ -144,16 +140,10 @@ def test_resume_keeps_cases_and_cuts_an_incomplete_line(path: Path, tail: bytes)
             {"other_variables": [{"ranks": [2], "variables": {"FI_X": None}}]},
             "has ranks with other variables unset, this run 2:",
         ),
-        (
-            "x",
-            {"torch": "2", "nccl": "3", "python": "4"},
-            "; and 1 more: the results are not comparable",
-        ),
+        ("x", {"torch": "2", "nccl": "3", "python": "4"}, "; and 1 more: the results are not com"),
     ],
 )
-def test_resume_refuses_another_run(
-    path: Path, benchmark: str, environment: dict[str, Any], words: str
-) -> None:
+def test_not_resumed(path: Path, benchmark: str, environment: dict[str, Any], words: str) -> None:
     report_at(path)
     with pytest.raises(ValueError, match=re.escape(words)):
         begin(path, benchmark, **environment).start(resume=True)
@@ -227,10 +217,8 @@ def test_the_load_belongs_to_the_run_that_measured(path: Path) -> None:
     again.start(resume=True)
     again.finish("complete", answer=["it measured nothing"])
     loaded = load(str(path))
-    assert {start: end["others"] for start, end in loaded.ends.items()} == {
-        "0": [[0, 2]],
-        "2": [[2, 2]],
-    }
+    loads = {start: end["others"] for start, end in loaded.ends.items()}
+    assert loads == {"0": [[0, 2]], "2": [[2, 2]]}
     assert loaded.end == {"answer": ["it measured nothing"]}
 
 

@@ -219,28 +219,28 @@ def test_reports_of_different_machines(tmp_path: Path) -> None:
     ]
 
 
-def test_a_page_does_not_replace_a_report(tmp_path: Path) -> None:
-    path = tmp_path / "a.html"
-    write(path, ddp(0, 0.09))
-    before = path.read_bytes()
-    done = run("report.py", str(path), "-o", str(path))
-    assert (done.returncode, "it would overwrite" in done.stderr) == (2, True)
-    assert path.read_bytes() == before
+TRACE = str(ROOT / "tests" / "recordings" / "profiler_2.14" / "rank0_trace.json.gz")
 
 
-def test_foreign_pages_are_not_replaced(tmp_path: Path) -> None:
-    report, page = write(tmp_path / "a.jsonl", case("x")), tmp_path / "page.html"
+@pytest.mark.parametrize("name", ["page.html", "step.png", "step.svg", "step.pdf"])
+def test_only_earlier_outputs_are_replaced(name: str, tmp_path: Path) -> None:
+    """Or an empty file."""
+    report, output = write(tmp_path / "a.html", ddp(0, 0.09)), tmp_path / name
+    program = ("report.py", report) if name == "page.html" else ("trace.py", TRACE)
+    words = (*program, "-o", str(output))
     for _ in range(2):
-        assert run("report.py", report, "-o", str(page)).returncode == 0
-    notes = "<p>my notes about torchrun-bench</p>"
-    page.write_text(notes)
-    done = run("report.py", report, "-o", str(page))
-    assert done.returncode == 2
-    why = f"{page} exists and is no output of torchrun-bench; give another path\n"
-    assert done.stderr == f"report.py: error: {why}"
-    assert page.read_text() == notes
-    page.write_text("")
-    assert run("report.py", report, "-o", str(page)).returncode == 0
+        assert run(*words).returncode == 0
+    output.write_bytes(foreign := b"<p>my notes about torchrun-bench</p>")
+    done = run(*words)
+    why = f"{output} exists and is no output of torchrun-bench; give another path\n"
+    assert (done.returncode, done.stderr) == (2, f"{program[0]}: error: {why}")
+    assert output.read_bytes() == foreign
+    output.write_text("")
+    assert run(*words).returncode == 0
+    before = Path(report).read_bytes()
+    done = run("report.py", report, "-o", report)
+    assert (done.returncode, "it would overwrite" in done.stderr) == (2, True)
+    assert Path(report).read_bytes() == before
 
 
 def write_links(
@@ -281,10 +281,8 @@ def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
     slow = [
         {"what": "latency within nodes", "members": [1]},
         {"what": "bandwidth between nodes", "link": [2, 0]},
-        {
-            "what": "bandwidth between nodes",
-            "link": [7, 9],
-        },  # ranks that do not exist: a damaged report
+        # ranks that do not exist: a damaged report
+        {"what": "bandwidth between nodes", "link": [7, 9]},
     ]
     path = write_links(tmp_path / "p.jsonl", ["a", "a", "b", "b"], slow)
     latency, bandwidth, both = draw(load([path]))
@@ -298,10 +296,8 @@ def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
     labels = ["a 0", "a 1", "b 2", "b 3"]
     assert [text.get_text() for text in axes.get_yticklabels()] == labels
     assert [text.get_text() for text in axes.get_xticklabels()] == labels
-    assert frames_of(axes) == [
-        (-0.5, 0.5, 4, 1),
-        (0.5, -0.5, 1, 4),
-    ]  # the row and the column of rank 1
+    # the row and the column of rank 1
+    assert frames_of(axes) == [(-0.5, 0.5, 4, 1), (0.5, -0.5, 1, 4)]
     assert frames_of(bandwidth.axes[0]) == [(-0.5, 1.5, 1, 1)]  # 2 sends to 0
     assert list(both.axes[0].patches) == []
     assert outlines((1, 2), 4, both=True) == [((1.5, 0.5), 1, 1), ((0.5, 1.5), 1, 1)]
@@ -325,17 +321,3 @@ def test_a_heat_map_of_many_ranks_is_by_host(tmp_path: Path) -> None:
     path = write_links(tmp_path / "r.jsonl", ["x", "y", "z"], [], by="node")
     labels = draw(load([path]))[0].axes[0].get_yticklabels()
     assert [text.get_text() for text in labels] == ["x", "y", "z"]
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_foreign_pictures_are_not_replaced(suffix: str, tmp_path: Path) -> None:
-    picture = tmp_path / f"step.{suffix}"
-    trace = str(ROOT / "tests" / "recordings" / "profiler_2.14" / "rank0_trace.json.gz")
-    for _ in range(2):
-        done = run("trace.py", trace, "-o", str(picture))
-        assert done.returncode == 0, done.stderr
-    picture.write_bytes(b"my picture")
-    done = run("trace.py", trace, "-o", str(picture))
-    assert done.returncode == 2
-    assert f"{picture} exists and is no output of torchrun-bench" in done.stderr
-    assert picture.read_bytes() == b"my picture"

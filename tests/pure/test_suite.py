@@ -100,9 +100,8 @@ def test_ctrl_c_ends_the_suite_and_the_same_command_continues(tmp_path: Path) ->
     (tmp_path / "calls").unlink()
     assert suite(tmp_path, *TWO)[0] == 0
     scripts = [call.split()[3] for call in calls(tmp_path)]
-    assert scripts == [
-        f"benchmarks/{name}.py" for name in SCRIPTS
-    ]  # no page, because there is no report
+    # no page, because there is no report
+    assert scripts == [f"benchmarks/{name}.py" for name in SCRIPTS]
 
 
 def test_dry_run(tmp_path: Path) -> None:

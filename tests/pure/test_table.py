@@ -35,9 +35,7 @@ NUMBERS: dict[str, Any] = dict.fromkeys(COLUMNS, 1.0)
         (3, 1, ["# not shown: 6 columns; --wide prints all"]),
     ],
 )
-def test_a_terminal_shows_as_many_columns_as_fit(
-    room: int | None, count: int, below: list[str]
-) -> None:
+def test_columns_that_fit_a_terminal(room: int | None, count: int, below: list[str]) -> None:
     """`1.00` has 4 characters, with 2 between columns: 3 columns need 16, 4 need 22, 7 need 40."""
     text, hidden = fitted(COLUMNS, [case(**NUMBERS)], room)
     assert text.splitlines()[0].split() == list(COLUMNS)[:count]

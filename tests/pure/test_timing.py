@@ -150,9 +150,7 @@ def group() -> Iterator[Group]:
     dist.destroy_process_group()
 
 
-def test_blocks_alternate_in_reversed_order_with_a_barrier_before_each(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_alternate_after_barriers(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank takes no part in c and waits meanwhile. The step returns the number of its
     calls."""
     order: list[str] = []
@@ -172,9 +170,7 @@ def test_blocks_alternate_in_reversed_order_with_a_barrier_before_each(
     assert times.returned[0][:4] == [3, 4, 6, 7]  # of timed calls only
 
 
-def test_the_first_blocks_are_short_if_the_rule_says_so_and_loops_add_up(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_blocks_and_continued_loops(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 rounds of 1 ms fill 1.452 s with blocks of 120, a quarter of which is 30. With 99 instead,
     a quarter, 24, is too short for an early block. The second loop continues the first one, without
     warming up. Its planned rounds, 6, fill 1.2 s with blocks of 199."""
@@ -198,9 +194,7 @@ def test_the_first_blocks_are_short_if_the_rule_says_so_and_loops_add_up(
     assert list(TimedLoop(Workload(lambda: None), group, CPU, short).run().rounds) == [99]
 
 
-def test_windows_and_blocks_are_counted_in_samples(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_of_windows_and_blocks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample of 10 calls of 10 ms takes 0.1 s: 29 of them and the lead-in fit into 3.05 s. With
     gloo the host waits for the device in each step, which would look like launching and is not
     counted."""
@@ -231,9 +225,7 @@ def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch)
     assert reached.call_args.args[0] == [4.0, 3.0]
 
 
-def test_the_stop_rule_of_unaligned_ranks_uses_the_slowest_rank(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stop_rule_of_unaligned_ranks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank takes 3 s for each of three steps, so it has the larger median. The maximum over
     ranks of each sample would be 9, 3 and 3 s, which no rank has measured."""
 
@@ -254,9 +246,7 @@ def test_the_stop_rule_of_unaligned_ranks_uses_the_slowest_rank(
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_garbage_collection_is_off_within_blocks_and_restored_after_an_error(
-    group: Group, before: bool
-) -> None:
+def test_garbage_collection_is_off_within_blocks(group: Group, before: bool) -> None:
     """A model may have disabled it."""
     collects = iter([before] + [False] * 8)
 

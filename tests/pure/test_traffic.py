@@ -83,14 +83,14 @@ def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
     assert step.calls == {("pp", "send", size): 8, ("pp", "recv", size): 8}
 
 
+SLOW_MESHES = ("dp2x4", "dp2tp4", "cp4dp2", "dp2ep4", "dp2pp4:1f1b")
+
+
 @pytest.mark.parametrize(
     "mesh",
     [
         *("dp8", "ddp8"),
-        *(
-            pytest.param(mesh, marks=pytest.mark.smoke)
-            for mesh in ("dp2x4", "dp2tp4", "cp4dp2", "dp2ep4", "dp2pp4:1f1b")
-        ),
+        *(pytest.param(mesh, marks=pytest.mark.smoke) for mesh in SLOW_MESHES),
     ],
 )
 def test_the_counted_step_equals_the_next_one(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +134,7 @@ def test_the_answer() -> None:
     assert traffic.answer([simulated("a", 1.5)]) == f"{begin} a{end}"
 
 
-def test_the_table_the_report_and_the_analysis(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
+def test_table_and_report(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "report.jsonl")
     flags = ["--ranks", "2", "--mesh", "ddp2,dp2", "--json", path]
     monkeypatch.setattr("sys.argv", ["traffic.py", *flags, *NANO])
@@ -178,6 +176,7 @@ def test_a_weight_is_split_as_by_torch(count: int) -> None:
 # -- times -----------------------------------------------------------------------------------------
 
 Times = dict[tuple[str, Layout, str], dict[int, Estimate]]
+NODE = {"gpus_per_node": 8}
 MEASURED = {  # seconds by size: 1 ms plus 1 us per byte, +-10%
     size: Estimate(1e-3 + size * 1e-6, 0.9 * (1e-3 + size * 1e-6), 1.1 * (1e-3 + size * 1e-6))
     for size in (1000, 3000, 9000)
@@ -195,22 +194,17 @@ def test_a_step_takes_as_long_as_its_calls() -> None:
     calls = {("dp", "all_gather", 2000): 3, ("tp", "all_reduce", 9000): 2}
     calls |= {("pp", "send", 1000): 4, ("pp", "recv", 1000): 3}
     step = simulated(calls, {"dp": [0, 2, 4, 6], "tp": [0, 1], "pp": [0, 8]})
-    alone = {
-        ("all_gather", (4,), "float32"): MEASURED,
-        ("all_reduce", (2,), "float32"): MEASURED,
-        ("sendrecv", (1, 1), "float32"): MEASURED,
-    }
-    found = traffic.timed({"gpus_per_node": 8}, step, alone)
-    assert {name: value.value for name, value in found.items()} == pytest.approx(
-        {"dp_s": 9e-3, "tp_s": 20e-3, "pp_s": 8e-3, "communication_s": 37e-3}
-    )
+    layouts = (("all_gather", (4,)), ("all_reduce", (2,)), ("sendrecv", (1, 1)))
+    found = traffic.timed(NODE, step, {(*layout, "float32"): MEASURED for layout in layouts})
+    expected = {"dp_s": 9e-3, "tp_s": 20e-3, "pp_s": 8e-3, "communication_s": 37e-3}
+    assert {name: value.value for name, value in found.items()} == pytest.approx(expected)
     total = found["communication_s"]
     assert (total.low, total.high) == pytest.approx((0.9 * 37e-3, 1.1 * 37e-3))
 
 
 def test_groups_of_one_rank_take_no_time() -> None:
     step = simulated({("dp", "all_gather", 2000): 3}, {"dp": [5]})
-    found = traffic.timed({"gpus_per_node": 8}, step, {("x", (2,), "float32"): MEASURED})
+    found = traffic.timed(NODE, step, {("x", (2,), "float32"): MEASURED})
     assert found == {"dp_s": Estimate(0, 0, 0), "communication_s": Estimate(0, 0, 0)}
 
 
@@ -247,11 +241,9 @@ def test_groups_of_one_rank_take_no_time() -> None:
         ),
     ],
 )
-def test_nothing_is_extrapolated(
-    ranks: list[int], calls: dict[traffic.Call, int], said: str
-) -> None:
+def test_no_extrapolation(ranks: list[int], calls: dict[traffic.Call, int], said: str) -> None:
     step = simulated(calls, {"dp": ranks})
-    found = traffic.timed({"gpus_per_node": 8}, step, {("all_gather", (4,), "float32"): MEASURED})
+    found = traffic.timed(NODE, step, {("all_gather", (4,), "float32"): MEASURED})
     assert "dp_s" not in found
     assert "communication_s" not in found
     assert said in found["dp_missing"]
@@ -267,13 +259,13 @@ def test_another_dtype_is_mentioned() -> None:
     step = simulated({("dp", "all_gather", 2000): 1}, {"dp": [0, 1]})
     step.dtypes["dp", "all_gather", 2000] = "bfloat16"
     alone: Times = {("all_gather", (2,), "float32"): MEASURED}
-    found = traffic.timed({"gpus_per_node": 8}, step, alone)
+    found = traffic.timed(NODE, step, alone)
     metrics = found | {"dp_ranks": 2}
     case = Case(key={"mesh": "dp2"}, name="dp2, rank 0", ranks=[0], metrics=metrics)
     said = "dp2, rank 0: dp: all_gather was measured with float32, not with bfloat16"
     assert traffic.lines_of_times(case) == [said]
     alone["all_gather", (2,), "bfloat16"] = {2000: Estimate(7e-3)}
-    assert traffic.timed({"gpus_per_node": 8}, step, alone)["dp_s"] == Estimate(7e-3)
+    assert traffic.timed(NODE, step, alone)["dp_s"] == Estimate(7e-3)
 
 
 def swept_case(mesh: str, **more: Any) -> dict[str, Any]:
@@ -327,9 +319,8 @@ def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
     )
     (case,) = load(str(report)).cases
     assert case.metrics["dp_s"].value == pytest.approx(0.015)
-    other = reports.write(
-        tmp_path / "o.jsonl", swept_case("dp2", global_batch=8), benchmark="parallel_sweep"
-    )
+    eight = swept_case("dp2", global_batch=8)
+    other = reports.write(tmp_path / "o.jsonl", eight, benchmark="parallel_sweep")
     assert run(monkeypatch, *words[:4], second, "--against", other) == 0
     said = "not compared with parallel_sweep.py: global_batch 8 in the sweep, 4 here"
     assert said in capsys.readouterr().out

@@ -42,17 +42,14 @@ def test_late_ranks(seconds: list[float], late: list[int] | None, wait: float) -
     ("late_ms", "named", "wait_s"),
     [({1: 100, 3: 100}, [1, 3], 0.1), ({1: 100, 3: 98}, [1, 3], 0.1), ({1: 100, 3: 40}, [1], 0.06)],
 )
-def test_late_ranks_of_noisy_steps(
-    late_ms: dict[int, float], named: list[int], wait_s: float
-) -> None:
+def test_late_ranks_and_noise(late_ms: dict[int, float], named: list[int], wait_s: float) -> None:
     """5 ranks compute for 300 ms with a standard deviation of 1%, 12 rounds of 3 iterations."""
     for seed in range(20):
         samples = np.random.default_rng(seed).normal(0.3, 0.003, (5, 36))
         for rank, ms in late_ms.items():
             samples[rank] += ms / 1000
-        times = Times(
-            {"step": samples.max(axis=0, keepdims=True) + 0.1, "local": samples}, [3] * 12
-        )
+        step = samples.max(axis=0, keepdims=True) + 0.1
+        times = Times({"step": step, "local": samples}, [3] * 12)
         metrics = training.breakdown(times, "local")
         assert metrics["late_ranks"] == named
         assert metrics["late_wait_s"].value == pytest.approx(wait_s, abs=0.005)

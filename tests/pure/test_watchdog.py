@@ -39,9 +39,7 @@ def test_ranks_have_lines_and_many_with_the_same_state_are_counted() -> None:
     assert lines[18:] == [f"rank 18: {WAITS}", f"and 1,005 more: {WAITS}"]
 
 
-def test_without_gloos_recorder_the_last_collective_is_unknown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_gloos_recorder_the_last_call_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older versions of torch lack it, or do not record by default. Then all ranks give the same
     answer, and phases decide."""
     monkeypatch.setattr(watchdog, "recorded_collectives", list)
@@ -117,9 +115,7 @@ input()
 
 
 @pytest.mark.parametrize("variable", ["RANK", "TORCHELASTIC_RUN_ID"])
-def test_only_children_of_the_same_launcher_are_siblings(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_siblings_have_the_same_launcher(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     """A child of the launcher and a child of a wrapper are siblings. The launcher, this process and
     invalid PIDs of a forged state are not."""
     for name in ("RANK", "TORCHELASTIC_RUN_ID"):
@@ -138,9 +134,7 @@ def test_only_children_of_the_same_launcher_are_siblings(
         launcher.kill()
 
 
-def test_a_forged_state_kills_nothing_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_forged_state_has_no_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The first state names the parent of this process, the second a foreign folder, and the third
     another host."""
     of_rank_1, foreign = tmp_path / "attempt_0" / "1" / "error.json", tmp_path / "error.json"
