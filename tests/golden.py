@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import operator
 import os
 import re
 import runpy
@@ -38,15 +39,10 @@ def rebuilt(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "class" in value:
-        from common.stats import Times
-
         module, name = value["class"]
         owner = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
         fields = {key: rebuilt(item) for key, item in value["fields"].items()}
-        fields.pop("trace", None)  # the field no longer exists, and the class was renamed
-        if name in ("Timing", "RankTimes"):  # of one rank
-            return Times.of_rank(**fields)
-        return getattr(owner, name)(**fields)
+        return operator.attrgetter(name)(owner)(**fields)
     if "items" in value:
         return {rebuilt(key): rebuilt(item) for key, item in value["items"]}
     if "array" in value:
@@ -56,13 +52,11 @@ def rebuilt(value: Any) -> Any:
 
 
 def is_same(entry: dict[str, Any], case: Any) -> bool:
-    """Whether a recorded case is this case. Fields that only one key has are ignored, and so is
-    world_size: it is now that of the job, and was that of the case, 0 for `no ddp`."""
+    """Whether a recorded case is this case. Fields that only one key has are ignored, so that keys
+    may gain fields."""
     key, before = case.key, entry["key"]
-    shared = (before.keys() & key.keys()) - {"world_size"}
-    if "ddp" in key and key["ddp"] == (before.get("world_size") == 0):
-        return False
-    return entry["ranks"] == case.ranks and all(before[name] == key[name] for name in shared)
+    same = all(before[name] == key[name] for name in before.keys() & key.keys())
+    return entry["ranks"] == case.ranks and same
 
 
 @contextlib.contextmanager
@@ -95,13 +89,11 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     def gather(self: Any, value: Any) -> list[Any]:
         """Return what a script received, and to the harness only the value of this rank."""
         caller = sys._getframe(1)
-        is_ours = caller.f_globals["__name__"].startswith("harness.")
+        observers = ("harness.", "benchmarks.workloads.network")
+        is_ours = caller.f_globals["__name__"].startswith(observers)
         return [value] if is_ours or caller.f_code.co_name == "crowd_of" else next(gathered)
 
-    measured_on = recording["environment"]  # recorded before fields were added
-    hosts, counts = measured_on["hosts"], list(map(len, measured_on["gpus"]))
-    later = {"gpu_counts": counts, "kernels": [""] * len(hosts), "other_variables": []}
-    measured_on = later | measured_on
+    measured_on = recording["environment"]
     launcher = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with (
