@@ -170,7 +170,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "-I",
         "--per-iter-timing",
-        type=int,
+        type=count,
         choices=(0, 1),
         default=0,
         help="1: print minimum, maximum, p99 and coefficient of variation of the samples "

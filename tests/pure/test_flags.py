@@ -35,8 +35,8 @@ OTHERS = {  # the flags that messages pass to other programs
 
 
 @cache
-def parser_of(script: str) -> cli.Parser:
-    """The parser of a script: parse_args is left when it has all flags."""
+def parser_of(script: str, folder: str = "benchmarks") -> cli.Parser:
+    """The parser of a script: its parse_args is left when it has all flags."""
 
     class Found(Exception):
         pass
@@ -46,8 +46,10 @@ def parser_of(script: str) -> cli.Parser:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli.Parser, "parse_args", stop)
+        module = importlib.import_module(f"{folder}.{script}")
+        parse = module.parse_args if folder == "benchmarks" else module.main
         with pytest.raises(Found) as found:
-            importlib.import_module(f"benchmarks.{script}").parse_args()
+            parse()
     parser: cli.Parser = found.value.args[0]
     return parser
 
