@@ -4,33 +4,48 @@
     python tests/mutations.py compare        # those with this word in name, file or tests
 
 tests/mutations.toml lists them. Each is planted in a copy of the checkout by replacing one text,
-and pytest runs `tests`: the quick tests of that part, and a smoke test if only a run can tell. A
+and pytest runs its tests: the quick tests of that part, and a smoke test if only a run can tell. A
 mistake that is not caught shows that a test is missing. The text has to occur in its file exactly
 once; otherwise the run ends. When code changes, update the text and keep the mistake.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MISTAKES = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())["mistake"]
+FILES = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())
+CHANGE = re.compile(r"<<((?:(?!<<).)*?) => (.*?)>>", re.DOTALL)
+
+
+def mistakes_in(file: str) -> Iterator[dict[str, str]]:
+    """The mistakes of a file, each with its text and its tests."""
+    for name, entry in FILES[file].items():
+        text, *tests = [entry] if isinstance(entry, str) else entry
+        own = tests[0] if tests else f"tests/pure/test_{Path(file).stem}.py"
+        yield {"name": name, "file": file, "text": text, "tests": own}
+
+
+MISTAKES = [mistake for file in FILES for mistake in mistakes_in(file)]
 
 
 def plant(mistake: dict[str, str], checkout: Path) -> None:
     """Replace the text. Raises ValueError unless it occurs in the file exactly once."""
     path = checkout / mistake["file"]
     text = path.read_text()
-    count = text.count(mistake["right"])
-    if count != 1:
-        raise ValueError(f"{mistake['name']}: {mistake['file']} has its text {count} times")
-    path.write_text(text.replace(mistake["right"], mistake["wrong"]))
+    right, wrong = (CHANGE.sub(side, mistake["text"]) for side in (r"\1", r"\2"))
+    if right == wrong or text.count(right) != 1:
+        found = f"{mistake['file']} has its text {text.count(right)} times"
+        raise ValueError(f"{mistake['name']}: expected <<right => wrong>> and one place; {found}")
+    path.write_text(text.replace(right, wrong))
 
 
 def caught_by(mistake: dict[str, str]) -> list[str]:
