@@ -95,7 +95,7 @@ class Process:
                     found.setdefault(int(rank), process)
         return found
 
-    def until(self, what: Callable[[], Any], seconds: float = 300) -> Any:
+    def until(self, what: Callable[[], Any], seconds: float = 500) -> Any:
         """Wait until `what` returns a true value and return it; otherwise the test fails."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -107,7 +107,7 @@ class Process:
     def fail(self, seconds: float) -> Any:
         pytest.fail(f"waited {seconds} s in vain; stdout:\n{self.out}\nstderr:\n{self.err}")
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = 500) -> int:
         """Wait for all commands. Returns the exit status of the first that failed, else 0."""
         end = time.monotonic() + seconds
         try:
@@ -182,7 +182,7 @@ class Warm(Process):
             self.fail(seconds)
         return [int(word) for word in self.server.stdout.readline().split()]
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = 500) -> int:
         if self.status is None:
             (self.status,) = self.answer(seconds)
             if self.copying:

@@ -69,7 +69,7 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_runs(words: str, archive: str, start: Start) -> None:
     Path("mine.py").write_text(MODEL)
     process = start(os.path.abspath(archive), *words.split(), *TIMES, "--json", "r", cold=True)
-    assert process.wait(600) == 0, process.err
+    assert process.wait() == 0, process.err
     done = Path("r").read_text().splitlines()
     assert f'"version": "{cli.version()}"' in done[0]
     assert '"harness.benchmark": "' in done[0]  # sources are compared as in a checkout
@@ -144,7 +144,7 @@ def test_a_stopped_rank_is_named_with_its_stack(archive: str, start: Start) -> N
     Path("mine.py").write_text(MODEL)
     flags = ("--model", "mine:net", *TIMES, "--world-sizes", "2", "--timeout", "5")
     process = start(os.path.abspath(archive), "ddp_sweep", *flags, inject="stops")
-    assert process.wait(600) != 0
+    assert process.wait() != 0
     hang = process.err[process.err.index("HANG") :]
     assert re.search("rank 1 on .*1M/2R.*, block .*does not answer", hang)
     stack = re.search(r'File ".*/torchrun-bench.pyz/common/timing.py", line \d+.*\n +(.+)', hang)

@@ -712,7 +712,7 @@ def test_ctrl_c(
     ranks = process.ranks().values()
     for each in process.parts * 2:  # like a terminal, to torchrun and its ranks
         each.send_signal(signal.SIGINT)
-    assert process.wait(120) != 0
+    assert process.wait() != 0
     assert psutil.wait_procs(ranks, timeout=500)[1] == []
     # torchrun may be faster, and ends its ranks by SIGTERM after the second signal
     named = r"SIG(INT|TERM): ended after \d cases?, saved in "

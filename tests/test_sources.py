@@ -25,7 +25,7 @@ def shown(start: Start) -> Callable[..., str]:
 
     def run(script: str, *flags: str, ranks: int, columns: int = 160) -> str:
         process = start(f"benchmarks/{script}.py", *CPU, *flags, ranks=ranks, columns=columns)
-        assert process.wait(240) == 0, process.err
+        assert process.wait() == 0, process.err
         lines = process.out.splitlines()
         tables = [line for line in lines if not line.startswith("#")]  # a path may be longer
         assert max(map(len, tables)) <= columns

@@ -59,7 +59,7 @@ def test_timers_of_phases(phase: str, is_first: bool, runs: bool, written: list[
     assert (observer.timer is not None) == runs
     observer.stop()
     if timer := next((t for t in threading.enumerate() if isinstance(t, threading.Timer)), None):
-        timer.join(5)
+        timer.join(500)
     assert threading.active_count() == before
 
 
@@ -77,7 +77,7 @@ def test_a_slow_build_is_told_again(written: list[str], monkeypatch: pytest.Monk
     observer = Progress(SimpleNamespace(is_first=True, measured=[0], case_count=1))  # type: ignore
     observer.begin("a", True)
     observer.phase("setup", 1)
-    assert again.wait(60)
+    assert again.wait(500)
     observer.phase("step, block 1", 1)
     assert written[0].startswith("# case 1 of 1: a: setup, ")
 
@@ -103,7 +103,7 @@ def test_the_line_of_a_terminal_ticks_while_a_case_is_made(monkeypatch: pytest.M
         ticked.clear()
         texts.clear()
         observer.phase("step 1 (the first one compiles)", 1)
-        assert ticked.wait(600)
+        assert ticked.wait(500)
         observer.phase(after, 1)
         assert observer.timer is None
         assert set(texts[:-1]) == {"<case 1 of 1: a: step 1 (the fi, 0.0 s"}
