@@ -23,7 +23,7 @@ from analysis.logs.numbers import form_of, read_number
 from analysis.show import canonical, is_number
 from common.stats import Estimate, median
 from harness.cli import show_size
-from harness.report import Case, Report
+from harness.report import Case, Report, without_secrets
 
 Result = dict[str, Any]  # a row of a table, with the field names of -J
 NCCL_TESTS = "nccl-tests"
@@ -196,7 +196,7 @@ def nccl_report(document: dict[str, Any], path: str) -> Report:
         "world_size": len(devices) * a_process,
         **layout_of([device["hostname"] for device in devices for _ in range(a_process)]),
         "devices": sorted({device["device_info"] for device in devices}),
-        "variables": dict(variable.split("=", 1) for variable in variables),
+        "variables": without_secrets(dict(variable.split("=", 1) for variable in variables)),
     }
     for name in OF_ENVIRONMENT:
         if name in config:
@@ -500,7 +500,7 @@ def environment_of(lines: Sequence[str]) -> dict[str, Any]:
         if found := {match[1] or match[2] for match in matches_in(lines, pattern)}:
             environment[name] = sorted(found)
     if variables := matches_in(lines, VARIABLE):
-        environment["variables"] = {match[1]: match[2] for match in variables}
+        environment["variables"] = without_secrets({match[1]: match[2] for match in variables})
     parameters = parameters_in(lines)
     return environment | {name: parameters[name] for name in OF_ENVIRONMENT if name in parameters}
 

@@ -28,6 +28,7 @@ SHARE = 0.9  # of the samples of the shorter run that the longer one has, too, i
 FINEST = 1e-5  # of the median: smaller differences come from a conversion
 LEAST_SCATTER = 0.01  # of single times in different runs, relative: the scatter that is assumed
 LEAST_NOISE = 0.001  # the same for the times of one step in runs whose steps go together
+NEAR = 0.05  # of the samples of a copy with fewer digits: misses by one unit, from rounding twice
 MOST_ALIGNED = 20_000  # samples of a run that are searched for those in the same order
 CODES = 0x110000  # of characters
 
@@ -96,6 +97,18 @@ def pairs_in_common(samples: Sequence[Samples | None]) -> set[frozenset[int]]:
         assert one
         return on_grid(np.round(one.values / unit))
 
+    def rounded_as(i: int, j: int, unit: float) -> Rounded:
+        """Run i at the resolution of run j: 10.125 may have been 10.1249 or 10.1251, and is 10.12
+        or 10.13 with two decimals, whichever run j has."""
+        one, other = samples[i], samples[j]
+        assert one is not None
+        assert other is not None
+        if one.unit > other.unit / 2:
+            return rounded(i, unit)
+        reach = 0.5001 * one.unit / unit
+        low, high = (np.round(one.values / unit + sign * reach) for sign in (-1, 1))
+        return on_grid(np.where(np.isin(low, np.round(other.values / unit)), low, high))
+
     found, doubtful, others = set(), set(), list[tuple[int, int]]()
     middles = {i: float(np.median(one.values)) for i, one in enumerate(samples) if one}
     for i, j in combinations(middles, 2):
@@ -103,13 +116,15 @@ def pairs_in_common(samples: Sequence[Samples | None]) -> set[frozenset[int]]:
         assert a is not None
         assert b is not None
         unit = 10.0 ** max(nearest(a.unit), nearest(b.unit), floor(log10(FINEST * middle)))
-        both = rounded(i, unit), rounded(j, unit)
+        both = rounded_as(i, j, unit), rounded_as(j, i, unit)
         least = min(1.0, unit / (2 * sqrt(np.pi) * LEAST_NOISE * middle))
+        is_rounded_twice = nearest(a.unit) != nearest(b.unit)
+        most_near = NEAR * min(len(a.values), len(b.values)) if is_rounded_twice else 0.0
         if not (shared := samples_in_common(*both)):
             others.append((i, j))
         elif bits_in(shared, *both, least) >= SURE_BITS:
             found.add(frozenset((i, j)))
-        elif bits_in(shared, *both) >= SURE_BITS and not near_misses(*both):
+        elif bits_in(shared, *both) >= SURE_BITS and near_misses(*both) <= most_near:
             doubtful.add(frozenset((i, j)))
         else:
             others.append((i, j))

@@ -38,6 +38,7 @@ def with_decimals(text: str, decimals: int) -> str:
         (FIRST.replace("\n", "\r\n"), "a copy of 0.log: 2.log"),
         ("".join(f"[1,0]<stdout>:{line} x\n" for line in FIRST.splitlines()), "0.log: 2.log"),
         (with_decimals(FIRST, 2), "a copy of 0.log: 2.log"),  # at the coarser resolution
+        (with_decimals("".join(LINES[:9] + LINES[13:29] + LINES[35:]), 2), "0.log: 2.log"),
         (FIRST + SECOND, "a copy of 0.log, 1.log: 2.log"),
         ("banner\n" + SECOND + FIRST, "a copy of 0.log, 1.log: 2.log"),
         ("".join(LINES[:40]), "a copy of 0.log: 2.log"),  # before the end

@@ -175,7 +175,7 @@ def nccl_json() -> dict[str, Any]:
         "version": 3,
         "start_time": "2026-01-01 10:00:00",
         "args": ["/usr/bin/all_reduce_perf_mpi", "-J", "out.json"],
-        "env": ["NCCL_ALGO=Ring", "SECRET=hunter2"],
+        "env": ["NCCL_ALGO=Ring", "SECRET=hunter2", "NCCL_PW=hunter2"],
         "nccl_version": 22703,
         "config": {"nthreads": 1, "ngpus": 4, "devices": [device, device | {"rank": 4}]},
         "results": [small, slower, wrong],
@@ -191,7 +191,7 @@ def test_json_of_nccl_tests(tmp_path: Path) -> None:
     assert small.metrics["in_place_busbw_gb_per_s"].value == 0.07
     assert large.check == "failed: 3 wrong values in place"
     assert (found.environment["nccl"], found.environment["world_size"]) == (22703, 8)
-    assert found.environment["variables"] == {"NCCL_ALGO": "Ring"}  # without the secret
+    assert found.environment["variables"] == {"NCCL_ALGO": "Ring", "NCCL_PW": "(set)"}
 
 
 def ddp_json() -> dict[str, Any]:
