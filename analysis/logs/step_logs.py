@@ -70,6 +70,7 @@ NO_COUNTER = re.compile(
     r"(?i:attempt|restart|retry|retries|requeue)\w*\W{0,3}\d+"
 )
 DATE = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d")
+PER_SEVERAL = re.compile(r" ?[A-Za-z]+/\d+[A-Za-z]+")  # s/100it
 HAS_DIGIT = re.compile(r"\d")
 INTEGER = re.compile(r"(?<![\w.-])\d{1,12}(?!\w|[.,]\d)")
 
@@ -512,6 +513,10 @@ def unit_of_match(match: Match, steps: Steps) -> Unit:
     is ms."""
     unit = steps.units[match.group - 1]
     assert unit
+    if several := PER_SEVERAL.match(match.line, match.end):
+        got = clean(match.line[match.start : several.end()])
+        what = f"{match.where}: expected the time or rate of one step, got {shown(got)}"
+        raise ValueError(f"{what}; compare logs with one step per number")
     stated = unit_after(match.line, match.end)
     if not stated:
         return unit

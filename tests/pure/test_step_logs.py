@@ -192,6 +192,7 @@ def test_a_unit_that_contradicts_the_pattern(words: str, unit: str, message: str
         ("took 0.02s\n", r"took ([\d.]+)", "1/s", "line 1: expected numbers in 1/s, got '0.02s'"),
         ("it 1: 2.0it/s\nit 2: 30 it/min\n", r": ([\d.]+)", "1/s", [0.5, 2.0]),
         ("at 2 steps per second\n", r"at ([\d.]+)", "s", "expected numbers in s, got '2 steps p"),
+        ("took 5 s/100it\n", r"took ([\d.]+) s", "s", "of one step, got '5 s/100it'"),
         ("at 4 Hz\n", r"at ([\d.]+)", "s", "expected numbers in s, got '4 Hz'"),
         # the name of the next field is not a unit
         ("took 5 s: 7\n", r"took ([\d.]+)", "ms", [0.005]),
