@@ -88,8 +88,7 @@ def sync_batch_norm(device: torch.device) -> Made:
 
 
 class InGroup(nn.Linear):
-    """Averages its output over the ranks of a group of its own, of which the last rank is no
-    member."""
+    """Averages its output over a group of its own, of which the last rank is no member."""
 
     def __init__(self) -> None:
         super().__init__(8, 4)

@@ -165,8 +165,7 @@ def planted_time() -> None:
 
 @fault
 def dies() -> None:
-    """Rank 1 is killed in a step. After a restart by torchrun it starts a second late and
-    continues."""
+    """Rank 1 is killed in a step. After a restart by torchrun it starts 1 s late and continues."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         in_call(STEP, 12, die)
     elif RANK == 1:
@@ -189,8 +188,7 @@ def never_arrives() -> None:
 
 @fault
 def default_group_fails() -> None:
-    """From the first case to the end of the run, all collectives of the default group raise, on all
-    ranks."""
+    """From the first case on, all collectives of the default group raise, on all ranks."""
     c10d = dist.distributed_c10d
     without_backend: list[Any] = []
 

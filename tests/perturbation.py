@@ -100,8 +100,7 @@ def update(gradient: torch.Tensor) -> Future[Any]:
 
 
 def rpc_call(function: Callable[..., Any], size: int, job: Job, group: Group) -> Step:
-    """The first rank calls the last one with a payload and gets one of the same size. size:
-    bytes."""
+    """The first rank calls the last with a payload and gets one of the same size. size: bytes."""
     payload = torch.ones(size // 4)
     Server.parameters = payload.clone()
     call = partial(rpc.rpc_sync, job.world_size - 1, function, (payload,))
@@ -115,9 +114,8 @@ def train(layers: int, job: Job, group: Group) -> Step:
 
 
 def train_step(model: nn.Module, inputs: torch.Tensor, job: Job, group: Group) -> Step:
-    replica = nn.parallel.DistributedDataParallel(
-        model.to(job.device), process_group=group.workload
-    )
+    model = model.to(job.device)
+    replica = nn.parallel.DistributedDataParallel(model, process_group=group.workload)
     optimizer = torch.optim.SGD(replica.parameters(), lr=1e-3)
     batch = inputs.to(job.device)
 
@@ -141,9 +139,8 @@ KINDS: dict[str, tuple[Callable[[int, Job, Group], Step], tuple[int, ...]]] = {
 
 # -- the five scripts that replace programs of PyTorch ---------------------------------------------
 
-Pair = tuple[
-    Callable[[], Step], Callable[[], Step]
-]  # functions that make the step of the script and the plain step
+# functions that make the step of the script and the plain step
+Pair = tuple[Callable[[], Step], Callable[[], Step]]
 
 
 def key_of(cases: Any, job: Job, group: Group) -> dict[str, Any]:

@@ -244,8 +244,7 @@ def update(gradients: list[Tensor]) -> Future[Any]:
 
 
 def batch_update_ps(group: dist.ProcessGroup, rank: int, device: Device, batches: Tensor) -> Step:
-    """Send a list of gradients to the server, and receive its module. batches: [count, samples,
-    100]."""
+    """Send gradients to the server, and receive its module. batches: [count, samples, 100]."""
     if rank == 0:
         rpc.rpc_sync("server0", start_batch_update, args=(group.size(),))
     dist.barrier(group)

@@ -162,8 +162,7 @@ class Warm(Process):
                 self.parts.append(psutil.Process(pid))
 
     def open_terminal(self, columns: int) -> str:
-        """Open a terminal and return its path. Its output is copied to out0 until `wait` closes
-        it."""
+        """Open a terminal and return its path. `wait` closes it; its output is copied to out0."""
         ours, self.terminal = pty.openpty()
         termios.tcsetwinsize(ours, (50, columns))
 

@@ -103,8 +103,7 @@ class Row:
         return printed(self.cells[head])
 
     def above_it(self, pattern: str) -> Range:
-        """The last number above the table that matches a pattern. Whole numbers are counts, and
-        exact."""
+        """The last number above the table that matches a pattern. Whole ones are exact counts."""
         text = re.findall(pattern, self.above)[-1]
         return of(float(text)) if text.isdigit() else printed(text)
 

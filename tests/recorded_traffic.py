@@ -28,8 +28,7 @@ MODEL = ["--model", "decoder-nano", "--sequence-length", "32", "--dtype", "fp32"
 
 
 def recorded(key: Key, job: Job) -> tuple[traffic.Calls, dict[str, int]]:
-    """The calls of this rank in the third step of a mesh, and the bytes that it holds
-    afterwards."""
+    """The calls of this rank in a mesh's third step, and the bytes that it holds afterwards."""
     world: Any = dist.group.WORLD
     meshes = open_meshes(parse_mesh(key["mesh"]), [], job, Group((), world, world))
     trainer = train(key, job, meshes, traffic.adamw)

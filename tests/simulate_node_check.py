@@ -121,8 +121,7 @@ def measured_ranks(rng: Rng, condition: Condition, slow: float) -> Judgement:
 
 
 def measured_links(rng: Rng, condition: Condition, slow: float) -> Judgement:
-    """A measurement of the links of 8 nodes. slow: how many times as long the links of SLOW
-    take."""
+    """A measurement of the links of 8 nodes. slow: how many times as long those of SLOW take."""
     links, unsteady = [], []
     for a, b in (pair for pairs in rounds_of(RANKS) for pair in pairs):
         level = rng.normal(1, 0.01) * (slow if SLOW in (a, b) else 1.0)

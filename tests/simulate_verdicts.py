@@ -103,8 +103,7 @@ def decides(rng: Rng, factor: int) -> bool:
 
 
 def shows_smallest_change(rng: Rng) -> bool:
-    """Whether the smallest change that 6 pairs of equal programs report is found by 6 more
-    pairs."""
+    """Whether the smallest change that 6 pairs of equal programs report is found by 6 more."""
     change = judged(np.zeros(6), noise(rng, 6), paired=True).smallest_change or 0
     return is_called(judged(np.zeros(6), np.log1p(change) + noise(rng, 6), paired=True, margin=0))
 

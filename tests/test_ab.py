@@ -17,8 +17,7 @@ SWEEP += " --groups cross --collective"
 
 @pytest.mark.smoke
 def test_two_runs_are_interleaved(tmp_path: Path) -> None:
-    """A run of two ranks and a run of a single process with another world size and one case
-    less."""
+    """A run of two ranks and one of a single process with another world size and a case less."""
     python = shlex.quote(sys.executable)
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2", "--max-runs", "2"]

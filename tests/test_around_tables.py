@@ -37,8 +37,7 @@ def test_a_report_on_stdout_is_only_json(bench: Bench) -> None:
 
 
 def test_the_last_lines_suggest_commands_and_a_dry_run_resumes(bench: Bench) -> None:
-    """The second run moves the report of the first. A dry run lists the cases that --resume would
-    measure."""
+    """The second run moves the first one's report. A dry run lists what --resume would measure."""
     bench("benchmarks/collectives.py", *FEW)
     run = bench("benchmarks/collectives.py", *FEW)
     last = r"\n# report .*report\.jsonl; python .*\.bak; to compare: python .*\n# elapsed \d.*\n"

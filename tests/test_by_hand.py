@@ -49,8 +49,7 @@ def by_hand(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 def test_no_process_listens_beyond_loopback(
     by_hand: Callable[..., Process], tmp_path: Path, command: str, local: bool
 ) -> None:
-    """Even if MASTER_ADDR is another address, if LOCAL_WORLD_SIZE shows that all ranks are
-    local."""
+    """Even if MASTER_ADDR is another address, if LOCAL_WORLD_SIZE says that all are local."""
     report = tmp_path / "report.jsonl"
     variables = {"MASTER_ADDR": socket.gethostname(), "LOCAL_WORLD_SIZE": "2"} if local else {}
     command += f" --json {report} --max-seconds 1 --target-ci 0.01% --warmup-iters 1"

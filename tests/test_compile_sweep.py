@@ -49,8 +49,7 @@ def test_ones_own_model_by_every_strategy(bench: Bench) -> None:
 
 @smoke
 def test_interleaved_strategies(bench: Bench) -> None:
-    """A replica of a user's model for each strategy. A resumed run prints the rows from the
-    report."""
+    """A replica of a user's model per strategy. A resumed run prints the report's rows."""
     flags = "--model tests.own_models:gpt --interleave --strategies ddp,fsdp2 "
     flags += "--backends eager,aot_eager --iters 12 -w 1"
     run = bench(SCRIPT, *flags.split(), ranks=2)

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from analysis.logs.watchdog import Evidence
 from common.stats import Estimate
 from harness.report import Case, load
 from tests.mutations import plant
-from tests.process import ROOT, Process, Run
+from tests.process import ROOT, Bench, Run, Start
 from tests.smaller import SIZES
 
 pytestmark = pytest.mark.cudalab
@@ -366,9 +365,7 @@ ROWS = [
 @pytest.mark.ci
 @pytest.mark.parametrize("nccl2", NCCL2)
 @pytest.mark.parametrize("late", ["0", "1"])
-def test_the_stand_in(
-    late: str, nccl2: str, bench: Callable[..., Run], lab: dict[str, str]
-) -> None:
+def test_the_stand_in(late: str, nccl2: str, bench: Bench, lab: dict[str, str]) -> None:
     """Cold, so that torch is imported after sitecustomize.py, as for a user."""
     variables = lab | {"TORCH_DIST_USE_NCCL2": nccl2, "CUDALAB_LATE": late}
     run = bench("tests/cudalab/selftest.py", json=False, cold=True, **variables)
@@ -376,7 +373,7 @@ def test_the_stand_in(
 
 
 @pytest.mark.ci
-def test_a_gpu_that_another_process_uses(bench: Callable[..., Run], lab: dict[str, str]) -> None:
+def test_a_gpu_that_another_process_uses(bench: Bench, lab: dict[str, str]) -> None:
     """Memory in use before the first call of CUDA causes a warning, except on GPU 3, which no rank
     uses. A different power limit is named with both values."""
     answers = ["1:memory.used=20480 MiB", "3:memory.used=30720 MiB", "1:power.limit=500.00 W"]
@@ -516,11 +513,7 @@ FAULTS = tomllib.loads((ROOT / "tests" / "cudalab_faults.toml").read_text())["mi
     [pytest.param(f, n, id=f"{f['name']}, {n}") for f in FAULTS for n in f["rows"]],
 )
 def test_fault(
-    fault: dict[str, Any],
-    name: str,
-    bench: Callable[..., Run],
-    lab: dict[str, str],
-    tmp_path: Path,
+    fault: dict[str, Any], name: str, bench: Bench, lab: dict[str, str], tmp_path: Path
 ) -> None:
     """The row fails if the fault is planted in a copy of the checkout, unless its entry says why it
     may pass. The results are appended to a table."""
@@ -544,19 +537,12 @@ def test_fault(
 
 
 @pytest.mark.parametrize(("row", "nccl2"), variants())
-def test_row(
-    row: Row, nccl2: str, bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
-) -> None:
+def test_row(row: Row, nccl2: str, bench: Bench, lab: dict[str, str], tmp_path: Path) -> None:
     check_row(row, nccl2, bench, lab, tmp_path)
 
 
 def check_row(
-    row: Row,
-    nccl2: str,
-    bench: Callable[..., Run],
-    lab: dict[str, str],
-    folder: Path,
-    root: Path = ROOT,
+    row: Row, nccl2: str, bench: Bench, lab: dict[str, str], folder: Path, root: Path = ROOT
 ) -> None:
     """Run the command of a row and fail unless it has the expected result. root: the checkout."""
     script, *flags = words_of(row.command, folder, root)
@@ -605,9 +591,7 @@ def open_communicators(said: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("nccl2", NCCL2)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(
-    name: str, nccl2: str, bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
-) -> None:
+def test_example(name: str, nccl2: str, bench: Bench, lab: dict[str, str], tmp_path: Path) -> None:
     smaller = [str(ROOT / SMALLER)] if name in SIZES else []
     flags = ["aot_eager"] if name == "compiled_ddp.py" else []  # kernels of Triton do nothing
     if name == "record_collectives.py":
@@ -644,9 +628,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_profile_is_replayed(
-    bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_profile_is_replayed(bench: Bench, lab: dict[str, str], tmp_path: Path) -> None:
     """A trace of Kineto with collectives over NCCL. For nccl2 it has no sizes."""
     (tmp_path / "profiled.py").write_text(PROFILED)
     (tmp_path / "traces").mkdir()
@@ -671,9 +653,7 @@ for step in range(6):
 """
 
 
-def test_another_size_hangs_and_is_named(
-    bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
-) -> None:
+def test_another_size_hangs_and_is_named(bench: Bench, lab: dict[str, str], tmp_path: Path) -> None:
     """Over NCCL, the rank with fewer elements completes the collective, and the others wait. Their
     log does not show why, but the dumps of the flight recorder do."""
     (tmp_path / "other_size.py").write_text(OTHER_SIZE)
@@ -698,9 +678,7 @@ def test_another_size_hangs_and_is_named(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("nccl2", NCCL2)
-def test_ctrl_c(
-    nccl2: str, start: Callable[..., Process], lab: dict[str, str], tmp_path: Path
-) -> None:
+def test_ctrl_c(nccl2: str, start: Start, lab: dict[str, str], tmp_path: Path) -> None:
     """While rank 0 waits in NCCL for rank 1. Report and reason are written, and no process is
     left."""
     marker, report = tmp_path / "waits", tmp_path / "report.jsonl"
@@ -721,7 +699,7 @@ def test_ctrl_c(
 
 
 @pytest.mark.ci
-def test_a_missing_function_is_named(bench: Callable[..., Run], lab: dict[str, str]) -> None:
+def test_a_missing_function_is_named(bench: Bench, lab: dict[str, str]) -> None:
     """A run that calls a function that cudalab lacks fails with its name."""
     code = Path(lab["CUDALAB_STATE"]).with_name("missing.py")
     code.write_text("import ctypes, torch\nctypes.CDLL('libcudart.so.13').cudaDeviceReset()\n")

@@ -31,8 +31,7 @@ def test_a_job_is_recorded_and_replayed(bench: Bench, start: Start, tmp_path: Pa
 
 @pytest.mark.smoke
 def test_what_cannot_be_replayed_is_named(bench: Bench, tmp_path: Path) -> None:
-    """A job with DDP. Rank 0 recorded two operations more, rank 1 one that rank 0 did not
-    record."""
+    """A job with DDP. Rank 0 recorded two operations more, rank 1 one that rank 0 lacks."""
     for path in RECORDING.iterdir():
         trace = json.loads(path.read_text())
         last, begin = trace["entries"][-1], {"time_created_ns": trace["started_ns"]}

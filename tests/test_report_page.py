@@ -90,8 +90,7 @@ needs_chromium = pytest.mark.skipif(not has_browser, reason="no chromium; see .c
 @pytest.mark.smoke
 @needs_chromium
 def test_the_page_of_a_comparison_in_a_browser(tmp_path: Path) -> None:
-    """The verdicts are on the first screen, within its width. No title and no text in a figure is
-    cut off."""
+    """The verdicts are on the first screen, within its width. No title or text is cut off."""
     path = tmp_path / "page.html"
     done = run("report.py", *sides(tmp_path), "-o", str(path))
     assert done.returncode == 0, done.stderr

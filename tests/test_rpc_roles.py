@@ -142,8 +142,7 @@ def test_how_many_trainers_a_server_averages() -> None:
 def test_rpc_is_not_shut_down_after_a_lost_peer(
     error: Any, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even rpc.shutdown(False) waits for functions that this rank serves, which may wait for the
-    lost rank."""
+    """Even rpc.shutdown(False) waits for functions of this rank that may wait for the lost one."""
     monkeypatch.setattr(rpc_flags, "start", lambda *given: ["cpu"])
     monkeypatch.setattr(rpc_flags, "stop", stop := Mock())
     bench: Any = Mock(report=Mock(cases=[]), job=Mock(broadcast=lambda value: value))

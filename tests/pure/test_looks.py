@@ -123,9 +123,8 @@ def test_median_and_mean_that_contradict_each_other_are_undecided(tmp_path: Path
 def test_a_sentence_about_unusual_steps(times: list[float], text: str) -> None:
     assert series.stall_text([times]) == text
     # blocks end where logs do
-    assert series.stall_text([[2 * t for t in times], times]) == text.replace(
-        "2 of 9", "4 of 18"
-    ).replace("18 of 42", "36 of 84")
+    text = text.replace("2 of 9", "4 of 18").replace("18 of 42", "36 of 84")
+    assert series.stall_text([[2 * t for t in times], times]) == text
 
 
 # -- slow starts and restarts ----------------------------------------------------------------------
@@ -202,10 +201,8 @@ def test_skip_applies_after_every_restart(tmp_path: Path, form: str, skip: str) 
 
 def job(seed: int, base: float, ranks: int = 4) -> list[list[float]]:
     """The times of the ranks of a job."""
-    common = near(base, seed, 0.6, 60)
-    return [
-        [t + e for t, e in zip(common, near(0.1, r, 0.02, 60), strict=True)] for r in range(ranks)
-    ]
+    common, own = near(base, seed, 0.6, 60), [near(0.1, r, 0.02, 60) for r in range(ranks)]
+    return [[t + e for t, e in zip(common, each, strict=True)] for each in own]
 
 
 @pytest.mark.parametrize(
@@ -312,10 +309,8 @@ def test_runs_that_stall_in_the_same_steps_are_not_ranks(tmp_path: Path) -> None
     for side, stall in (("old", 0.0), ("new", 20.0)):
         for n in range(4):
             times = near(10, 10 * n + (side == "new"), 0.05, 120)
-            write(
-                tmp_path / side / f"{n}.log",
-                [t + stall * (i % 3 == 0) for i, t in enumerate(times)],
-            )
+            stalled = [t + stall * (i % 3 == 0) for i, t in enumerate(times)]
+            write(tmp_path / side / f"{n}.log", stalled)
     out = compare(tmp_path)[1]
     assert "TEST: 1 of 3 steps takes 3 times as long" in out
     assert "go together" not in out

@@ -82,8 +82,7 @@ UNKNOWN = "not started by a supported launcher (mpirun, mpiexec, flux, jsrun)"
 
 
 def test_pals_without_its_size(tmp_path: Path) -> None:
-    """cray-pals: the size is lines of PBS_NODEFILE x PALS_LOCAL_SIZE. Rank 0 is on the first
-    host."""
+    """cray-pals: the size is lines of PBS_NODEFILE x PALS_LOCAL_SIZE. The first has rank 0."""
     nodes = tmp_path / "nodes"
     nodes.write_text("127.0.0.1\n192.0.2.77\n")
     given = f"{PALS.replace('PALS_SIZE=4', '')} PBS_NODEFILE={nodes}"

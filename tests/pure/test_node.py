@@ -14,8 +14,7 @@ REASONS = "clocks_event_reasons.active"
 
 
 def counted(*microseconds: str, index: str = "0") -> dict[str, str]:
-    """The throttle counters of a GPU: power cap, software thermal, hardware thermal, power
-    brake."""
+    """Throttle counters of a GPU: power cap, software thermal, hardware thermal, power brake."""
     return {"index": index, **dict(zip(SLOWED, microseconds, strict=True))}
 
 

@@ -147,9 +147,8 @@ def test_odd_results() -> None:
     assert odd_results(["a", "b", "a"], ["k"] * 3) == one
     assert odd_results(["a", "b"], ["k", "l"]) == {}  # kinds may round differently
     assert [*odd_results(["a", "b"], ["k", "k"])] == [0, 1]  # with two, either may be wrong
-    assert odd_results(["not finite"] * 2, ["k"] * 2) == dict.fromkeys(
-        (0, 1), "its results are not finite"
-    )
+    told = "its results are not finite"
+    assert odd_results(["not finite"] * 2, ["k"] * 2) == {0: told, 1: told}
 
 
 SLOW = find_slow({(0,): 1.0, (1,): 2.0, (2,): 1.0}, {}, "rank", "copy")
@@ -162,6 +161,8 @@ WRONG = wrong_results({1: "lacks"}, [BAD, BAD, LINKS], NAMES)
 BUSY = Others(1.6, 2)
 USED = "other processes used 1.6 of 2 cores"
 CHANGED = ["rank 0 on a", "rank 0 on a", "rank 2 on b"]
+CHANGED_TWICE = "rank 0 on a, rank 2 on b changed during both measurements"
+NONE = "no verdict on slowness"
 OUT = ["2 of 4 rounds of links"]
 NO_TIME = "the budget was too short for 2 of 4 rounds of links; raise --budget"
 
@@ -180,16 +181,10 @@ NO_TIME = "the budget was too short for 2 of 4 rounds of links; raise --budget"
         # `fit` requires evidence as well
         ({}, ([], None, []), [], "slow", 0, "fit: 41 s"),
         ({}, ([], BUSY, []), [], "slow", 4, f"no verdict: {USED}"),
-        (
-            *({}, (CHANGED, None, []), [], "slow", 4),
-            "no verdict: the speed of rank 0 on a, rank 2 on b changed during both measurements",
-        ),
+        ({}, (CHANGED, None, []), [], "slow", 4, f"no verdict: the speed of {CHANGED_TWICE}"),
         ({}, ([], None, OUT), [], "slow", 4, f"no verdict: {NO_TIME}"),
         (SLOW, ([], None, OUT), [], "slow", 1, "not fit: rank 1 on a"),
-        (
-            *({}, ([], BUSY, OUT), [], "wrong", 0),
-            f"nothing is wrong; no verdict on slowness: {USED}; {NO_TIME}",
-        ),
+        ({}, ([], BUSY, OUT), [], "wrong", 0, f"nothing is wrong; {NONE}: {USED}; {NO_TIME}"),
     ],
 )
 def test_the_verdict(
@@ -317,10 +312,8 @@ def test_what_cannot_be_told_where_ranks_share_cores() -> None:
     assert [component.name() for component, _ in found.slow] == ["link 0 -> 1"]
     assert [component.name() for component in found.unsure] == ["link 0 -> 2"]
     why = doubts_of([], None, [], unsure="it cannot be told")
-    assert conclude({}, why, False, [], "slow", NAMES, "41 s") == (
-        4,
-        ["no verdict: it cannot be told"],
-    )
+    told = conclude({}, why, False, [], "slow", NAMES, "41 s")
+    assert told == (4, ["no verdict: it cannot be told"])
 
 
 def test_the_range_of_links_is_shown() -> None:
@@ -329,9 +322,7 @@ def test_the_range_of_links_is_shown() -> None:
     assert node_check.range_of("between nodes", rows, RANKS) == line
 
 
-def test_ranks_that_are_slow_once_are_not_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_are_slow_once_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is slow twice, rank 2 the first time and rank 3 the second time. Parts that fitted
     into the budget the first time are measured again in any case. 100, 30 and 20 s are left."""
     bench = Mock(report=Mock(cases=[], environment={"num_nodes": 1}), rule=StopRule())
@@ -419,8 +410,7 @@ def test_hosts_to_exclude() -> None:
     assert excluded("rail", (0,)) == ["a", "b", "c", "d"]
     assert excluded(lacks=[2]) == ["b"]
     found = {"failed_rank": 2, "links": [[0, 1, 9.0], [2, 4, 9.0]]}
-    assert excluded(case=Case(key={}, ranks=[0, 1, 2, 4], metrics=found, check="failed: x")) == [
-        *("b", "c")
-    ]
+    wrong = Case(key={}, ranks=[0, 1, 2, 4], metrics=found, check="failed: x")
+    assert excluded(case=wrong) == ["b", "c"]
     assert excluded(case=Case(key={}, ranks=[6], check="failed: x")) == ["a"]
     assert excluded(case=Case(key={}, ranks=[6], check="passed")) == []

@@ -318,8 +318,7 @@ def test_a_model_that_cannot_be_measured_is_one_line(name: str, words: str) -> N
 
 
 def test_a_function_that_exits_in_a_case_fails_the_case() -> None:
-    """Benchmark.attempt turns an Exception into a row. SystemExit would end the rank with
-    status 0."""
+    """Benchmark.attempt turns an Exception into a row. SystemExit would end the rank with 0."""
     with pytest.raises(ValueError, match="SystemExit: 0"):
         make_own("users:exits", CPU)
 
@@ -494,8 +493,7 @@ def test_a_setting_that_a_step_changes_is_named() -> None:
 
 
 def test_a_model_that_does_not_fit_fails_its_cases() -> None:
-    """The cases fail with the reason, and other models are measured. The model may fit on some
-    ranks."""
+    """The cases fail with the reason, and others are measured. It may fit on some ranks."""
     assert try_own("users:fills_the_gpu", CPU) == Trial(None, [], fits=False)
     assert try_own("users:fills_the_gpu_in_forward", CPU).samples == 2
     with pytest.raises(torch.OutOfMemoryError):

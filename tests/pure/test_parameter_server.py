@@ -17,8 +17,7 @@ DENSE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 def sparse(rows: list[int], values: list[float]) -> torch.Tensor:
-    """A tensor [4, 1] in which a row may occur several times, as in the gradient of an
-    embedding."""
+    """A tensor [4, 1] in which a row may occur several times, as in an embedding's gradient."""
     parts = torch.tensor([rows]), torch.tensor(values)[:, None]
     return torch.sparse_coo_tensor(*parts, (4, 1), check_invariants=True)
 

@@ -11,12 +11,8 @@ import torch
 from benchmarks import collectives
 from benchmarks.workloads import patterns
 
-OF_TWO: dict[str, Any] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
+OF_TWO: dict[str, Any] = {"sum": torch.add, "prod": torch.mul}
+OF_TWO |= {"min": torch.minimum, "max": torch.maximum}
 
 
 @functools.cache
@@ -27,8 +23,7 @@ def tiles(redop: str, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", collectives.TYPES)
 @pytest.mark.parametrize("ranks", [1, 3, 512])
 def test_reductions_are_exact(ranks: int, name: str) -> None:
-    """Also if the ranks are reduced one after the other in the dtype itself, as a backend may
-    do."""
+    """Also if the ranks are reduced one by one in the dtype itself, as a backend may do."""
     for redop, of_two in OF_TWO.items():
         total = functools.reduce(of_two, tiles(redop, ranks).to(getattr(torch, name)).unbind())
         assert patterns.count_wrong(total, patterns.reduced_tile(redop, ranks)) == 0

@@ -56,8 +56,7 @@ def shown(most: int | None, **workers: dict[str, Any]) -> tuple[list[str], list[
 
 
 def test_the_table() -> None:
-    """1, 3 and 5 ms have mean 3 and variance 8 / 2. The statistics of the source program come
-    first."""
+    """1, 3 and 5 ms have mean 3 and variance 8 / 2. The statistics of the source come first."""
     servers = {"server0": {"batch": [0.001]}, "server1": {"batch": [0.003, 0.005]}}
     names, rows, left_out = shown(None, **servers)
     assert names[:8] == ["servers", "phase", "", "mean", "stdev", "variance", "min", "max"]

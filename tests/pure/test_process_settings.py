@@ -11,6 +11,7 @@ from benchmarks.workloads import process_settings
 from benchmarks.workloads.process_settings import lines_about, restored
 from tests.process import ROOT, environment
 
+BF16_SUMS = "bf16_reduced_precision_reduction"
 # What a model does, and a part of the line about it
 CODES = [
     ("backends.cuda.matmul.fp32_precision = 'tf32'", "fp32_precision of cuda matmul from none"),
@@ -30,10 +31,7 @@ CODES = [
     ),
     ("backends.cuda.matmul.allow_tf32 = True", "cuda matmul from none to tf32"),
     ("backends.cuda.matmul.allow_fp16_accumulation = True", "fp16_accumulation from False"),
-    (
-        "backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False",
-        "bf16_reduced_precision_reduction from (True, True) to (False, True)",
-    ),
+    (f"backends.cuda.matmul.allow_{BF16_SUMS} = False", f"{BF16_SUMS} from (True, True) to (False"),
     ("backends.mha.set_fastpath_enabled(False)", "backends.mha.fastpath_enabled from True to"),
     ("backends.nnpack.set_flags(False)", "torch's nnpack_enabled from True to False"),
     ("backends.cuda.preferred_blas_library('cublaslt')", "torch's blas_preferred_backend from"),
@@ -41,10 +39,7 @@ CODES = [
     ("backends.cuda.enable_math_sdp(False)", "torch.backends.cuda.math_sdp_enabled from True"),
     ("backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)", "math_sdp_allow_fp16_bf16_re"),
     ("torch._C._set_sdp_priority_order([0, 1, 2])", "torch's sdp_priority_order from ["),
-    (
-        "kept = sdpa_kernel([SDPBackend.MATH]); kept.__enter__()",
-        "torch.backends.cuda.flash_sdp_enabled",
-    ),
+    ("kept = sdpa_kernel([SDPBackend.MATH]); kept.__enter__()", "backends.cuda.flash_sdp_enabled"),
     ("backends.quantized.engine = 'onednn'", "torch.backends.quantized.engine from x86"),
     ("torch.use_deterministic_algorithms(True, warn_only=True)", "deterministic mode from 0"),
     ("torch.utils.deterministic.fill_uninitialized_memory = False", "fill_uninitialized_mem"),
@@ -103,15 +98,10 @@ print(json.dumps([*now, torch.get_float32_matmul_precision()]), file=out)
 @pytest.fixture(scope="module")
 def results() -> list[Any]:
     """What is left of each of CODES, and the lines about it; at the end the precisions."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps([code for code, _ in CODES]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        timeout=600,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 500}
+    codes = json.dumps([code for code, _ in CODES])
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, input=codes, env=environment(), **options)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

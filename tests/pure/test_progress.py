@@ -83,8 +83,7 @@ def test_a_slow_build_is_told_again(written: list[str], monkeypatch: pytest.Monk
 
 
 def test_the_line_of_a_terminal_ticks_while_a_case_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written anew in each phase and while a case is built, and deleted before a row is
-    printed."""
+    """It is written anew in each phase and while a case is built, and deleted before a row."""
     ticked, texts = threading.Event(), list[str]()
 
     def write(text: str, end: str) -> None:

@@ -164,8 +164,7 @@ NO_DURATIONS = "the recording has no durations of operations: `job` is empty"
 
 @pytest.mark.parametrize("version", ["2.14", "2.15"])
 def test_a_trace_of_the_profiler(version: str) -> None:
-    """2 steps of DDP over gloo with 33 * 32 * 2 parameters of 4 bytes, and a send from rank 0
-    to 1."""
+    """2 steps of DDP over gloo with 33 * 32 * 2 parameters of 4 bytes, and a send from 0 to 1."""
     plan = plan_of(RECORDINGS / f"profiler_{version}")
     assert plan.steps == 2
     assert 0 < plan.calls[0][0].begin_s < plan.calls[0][-1].begin_s < plan.time_s < 1
@@ -183,8 +182,7 @@ def test_a_trace_of_the_profiler(version: str) -> None:
 
 @pytest.mark.parametrize("name", ["dump_2.14", "dump_2.15", "json_2.15"])
 def test_a_dump_of_torch(name: str) -> None:
-    """A pickle and JSON, without steps and durations. With gloo the ranks of mesh_tp are
-    missing."""
+    """A pickle and JSON, without steps and durations. With gloo mesh_tp's ranks are missing."""
     plan = plan_of(RECORDINGS / name)
     assert plan.steps == 1
     assert [calls[0].begin_s for calls in plan.calls] == [0, 0]
@@ -357,8 +355,7 @@ def test_names_without_a_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recorder", ["nccl2", "legacy", "gloo"])
 def test_each_recorder(recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorder of nccl2 is separate from that of legacy NCCL. Gloo's may contain other
-    groups."""
+    """That of nccl2 is separate from that of legacy NCCL. Gloo's may contain other groups."""
 
     def dump(name: str = "gloo") -> bytes:
         entries = [entry(process_group=["7", name])] if name in (recorder, "gloo") else []

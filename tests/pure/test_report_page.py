@@ -134,8 +134,7 @@ def test_bars_begin_at_0_have_whiskers_and_short_names(tmp_path: Path) -> None:
 
 
 def test_an_unknown_script(tmp_path: Path) -> None:
-    """Each table of the report is shown. Rows are metrics if there are many more of them than
-    cases."""
+    """Each table is shown. Rows are metrics if there are many more of them than cases."""
     many = {"heat_gib": 1.5, "queue_s": 0.25, "moved_bytes": 4096, "note": "warm"}
     lines = [
         case("x", [0.1, 0.3, 0.2] * 4, table="one", metrics={"alone_s": 0.1}),

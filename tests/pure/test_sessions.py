@@ -98,10 +98,10 @@ def test_two_sessions_of_test_are_two_observations(tmp_path: Path) -> None:
     base = [(at(night), 1.0) for night in range(5)]
     base += [(at(5, m), math.exp(x)) for m, x in ((0, 0.03), (20, 0.06), (59, 0.09))]
     test = [(at(8), math.exp(0.19)), (at(8, 30), math.exp(0.21)), (at(9), math.exp(0.24))]
-    runs = [
+    before, after = (
         load([written(tmp_path / name, side, False)]) for name, side in (("a", base), ("b", test))
-    ]
-    (found,) = compare(runs[0], runs[1], Design()).cases
+    )
+    (found,) = compare(before, after, Design()).cases
     assert (found.unit, found.caveats) == ("session", [])
     assert found.base_units_s == pytest.approx([0.1] * 5 + [0.1 * math.exp(0.06)])
     assert found.ratio == pytest.approx(math.exp(0.22 - 0.01))

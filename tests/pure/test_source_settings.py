@@ -2,6 +2,7 @@
 
 import inspect
 from argparse import Namespace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -69,22 +70,16 @@ def test_data_of_parameter_server() -> None:
     assert max(looked_up) < 10
     assert not torch.equal(first[30], first[31])  # each trainer has its own data
     assert not torch.equal(first[30], first[40])  # which depends on the seed
-    models = [
-        parameter_server.create_model(4, 3, 1, 2, sparse=True, seed=seed) for seed in (0, 0, 1)
-    ]
-    weights = [next(model.parameters()) for model in models]
+    create = partial(parameter_server.create_model, 4, 3, 1, 2, sparse=True)
+    weights = [next(create(seed=seed).parameters()) for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
 
 def test_batches_of_batch_update_ps() -> None:
     args = batch_update_ps.parse_args([])
-    assert (args.in_features, args.out_features, args.batch_size, args.num_batches) == (
-        100,
-        30,
-        20,
-        4,
-    )
+    assert (args.in_features, args.out_features) == (100, 30)
+    assert (args.batch_size, args.num_batches) == (20, 4)
     key = {"num_batches": 4, "batch_size": 20, "in_features": 100}
     batches = batch_update_ps.batches_of(key, 0)
     assert batches.shape == (4, 20, 100)

@@ -29,8 +29,7 @@ def test_autocorrelation_time() -> None:
 
 
 def test_the_interval_of_a_median() -> None:
-    """n = 16 alternating samples: 8 - 1.96 * 4 / 2 = 4.08, so the 4th and 13th of the sorted
-    values."""
+    """n = 16 alternating samples: 8 - 1.96 * 4 / 2 = 4.08, so the 4th and 13th sorted values."""
     assert stats.median(SWING) == Estimate(8.5, 4, 13)
     assert stats.median_interval(SWING, 0.5) == (7, 10)  # 8 - 0.674 * 2 = 6.65
     assert stats.median_interval([1, 2, 3, 4, 5]) is None

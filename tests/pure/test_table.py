@@ -64,11 +64,8 @@ def test_a_row_without_room_repeats_the_header_with_fewer_columns() -> None:
     table.row(case(**NUMBERS))
     assert table.count == 4
     blank, header, _, row = table.row(case(**NUMBERS | {"bb": 1e6})).splitlines()
-    assert (blank, header.split(), row.split()) == (
-        "",
-        ["a", "bb", "ccc"],
-        ["1.00", "1000000.00", "1.00"],
-    )
+    assert (blank, header.split()) == ("", ["a", "bb", "ccc"])
+    assert row.split() == ["1.00", "1000000.00", "1.00"]
     assert table.row(case(**NUMBERS)).split() == ["1.00"] * 3
     assert table.count == 3
 

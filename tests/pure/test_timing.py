@@ -92,8 +92,7 @@ def test_when_a_case_is_done(expected: str, given: Any) -> None:
 
 
 class Event:
-    """Stands for a CUDA event. A step with one launch takes 2 ms on the device, an empty step
-    none."""
+    """Stands for a CUDA event. A step with a launch takes 2 ms on the device, an empty one none."""
 
     launches = 0
 
@@ -151,8 +150,7 @@ def group() -> Iterator[Group]:
 
 
 def test_blocks_alternate_after_barriers(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This rank takes no part in c and waits meanwhile. The step returns the number of its
-    calls."""
+    """This rank takes no part in c and waits meanwhile. The step returns its number of calls."""
     order: list[str] = []
     monkeypatch.setattr(timing.dist, "barrier", lambda control: order.append("|"))
 
