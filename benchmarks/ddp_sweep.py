@@ -471,6 +471,8 @@ def make_replica(key: Key, group: Group, job: Job, setting: Setting | None) -> R
     # With a setting, the optimizer may communicate over group.workload, and should average
     # nothing: DDP does. Without one it must not communicate: in the breakdown a single rank of the
     # group makes and runs such a replica. Setting the learning rate to 0 must keep the weights.
+    # With an optimizer that communicates, ranks wait for each other within `local compute`, too, so
+    # `derive` has to leave out OF_RANKS. `known_reason` below compares with `sgd`.
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     tokens = 0
     if is_own(key["model"]):

@@ -111,6 +111,11 @@ def test_a_script_has_a_page_a_test_and_a_link_in_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     for path in ROOT.glob("benchmarks/[a-z]*.py"):
         name = path.stem
-        assert (ROOT / "docs" / f"{name}.md").exists()
-        assert list((ROOT / "tests").rglob(f"test_{name}.py")), name
-        assert f"](docs/{name}.md)" in readme
+        missing = []
+        if not (ROOT / "docs" / f"{name}.md").exists():
+            missing.append(f"docs/{name}.md")
+        if not list((ROOT / "tests").rglob(f"test_{name}.py")):
+            missing.append(f"tests/test_{name}.py")
+        if f"](docs/{name}.md)" not in readme:
+            missing.append(f"a row of README.md that links to docs/{name}.md")
+        assert not missing, f"{path.name} needs {', '.join(missing)}"
