@@ -11,15 +11,8 @@ import numpy as np
 import pytest
 
 from analysis.compare import outcome_of, show, verdict_text
-from analysis.runs.load import load
-from analysis.runs.verdicts import (
-    Comparison,
-    Design,
-    Result,
-    compare,
-    judge_all,
-    sign_flip_test,
-)
+from analysis.runs.load import Run, load
+from analysis.runs.verdicts import Comparison, Design, Result, compare, judge_all, sign_flip_test
 from tests.pure.reports import case, run, runs, start, write
 
 
@@ -43,9 +36,8 @@ def test_the_example_of_the_page_by_hand(tmp_path: Path) -> None:
     assert found.smallest_change == pytest.approx(math.exp(13.43 * 0.014142) - 1, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("base", "test", "half"),
-    [
+def test_welch_by_hand(tmp_path: Path) -> None:
+    for base, test, half in (
         # Welch: s = 0.09 / 3, t = 0.05 / 5; (s + t)^2 / (s^2 / 2 + t^2 / 4) = 3.368 degrees of
         # freedom, so 2.9943 * sqrt(0.04); one variance for both would say 2.447 * 0.1838
         ([-0.3, 0, 0.3], [0.02**0.5 * i for i in (-2, -1, 0, 1, 2)], 0.59886),
@@ -53,12 +45,10 @@ def test_the_example_of_the_page_by_hand(tmp_path: Path) -> None:
         ([-0.3, 0, 0.3], [0.1, 0.1, 0.1], 0.74525),
         # the scatter of a single run is unknown: 4.3027 * sqrt(0.09 * (1 / 3 + 1))
         ([-0.3, 0, 0.3], [0.1], 1.49050),
-    ],
-)
-def test_welch_by_hand(tmp_path: Path, base: list[float], test: list[float], half: float) -> None:
-    (found,) = compared(tmp_path, exp(*base), exp(*test)).cases
-    middle = sum(test) / len(test) - sum(base) / len(base)
-    assert found.interval == pytest.approx(tuple(exp(middle - half, middle + half)), rel=2e-4)
+    ):
+        (found,) = compared(tmp_path / str(half), exp(*base), exp(*test)).cases
+        middle = sum(test) / len(test) - sum(base) / len(base)
+        assert found.interval == pytest.approx(tuple(exp(middle - half, middle + half)), rel=2e-4)
 
 
 def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
@@ -72,34 +62,27 @@ def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
         compared(tmp_path / "c", base, [1.0], paired=True)
 
 
-@pytest.mark.parametrize(
-    ("base", "test", "blocks", "ratio"),
-    [
+def test_the_time_of_a_run_is_made_of_its_blocks(tmp_path: Path) -> None:
+    """Of interleaved runs, two additional blocks of TEST do not count."""
+    for base, test, blocks, ratio in (
         # the geometric mean of 1.05, 1.10 and 1.463, each twice
         ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 6, (1.05 * 1.1 * 60 / 41) ** (1 / 3)),
         # with 5 blocks, or if one took 0 s, the median of a run counts: 41 and 60 ms; 41 ms
         ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 5, 60 / 41),
         ([0.000, 0.060, 0.041], [0.070, 0.066, 0.050], 6, (70 * 66 * 50) ** (1 / 3) / 41),
-    ],
-)
-def test_the_time_of_a_run_is_made_of_its_blocks(
-    tmp_path: Path, base: list[float], test: list[float], blocks: int, ratio: float
-) -> None:
-    """Of interleaved runs, two additional blocks of TEST do not count."""
-    loaded = {}
-    for side, times in (("a", base), ("b", test)):
-        each = [time for time in (times * 2)[:blocks] for _ in range(3)]
-        more = [9.0] * 6 if side == "b" else []
-        rounds = [3] * (blocks + len(more) // 3)
-        longer = write(tmp_path / f"{side} longer.jsonl", case("x", [*each, *more], rounds=rounds))
-        path = write(tmp_path / f"{side}.jsonl", case("x", each, rounds=[3] * blocks))
-        loaded[side] = load([path]), load([longer])
-    (a, a_longer), (b, b_longer) = loaded["a"], loaded["b"]
-    for design in (Design(), Design(paired=True), Design(paired=True, interleaved=True)):
-        (found,) = compare(a, b, design).cases
+    ):
+        loaded: list[list[Run]] = []
+        for times, more in ((base, []), (test, [9.0] * 6)):
+            each = [time for time in (times * 2)[:blocks] for _ in range(3)]
+            for samples in (each, each + more):
+                line = case("x", samples, rounds=[3] * (len(samples) // 3))
+                loaded.append(load([write(tmp_path / f"{len(loaded)}.jsonl", line)]))
+        a, _, b, longer = loaded
+        for design in (Design(), Design(paired=True), Design(paired=True, interleaved=True)):
+            (found,) = compare(a, b, design).cases
+            assert found.ratio == pytest.approx(ratio)
+        (found,) = compare(a, longer, design).cases
         assert found.ratio == pytest.approx(ratio)
-    (found,) = compare(a_longer, b_longer, Design(paired=True, interleaved=True)).cases
-    assert found.ratio == pytest.approx(ratio)
 
 
 def test_false_discoveries_by_hand() -> None:
@@ -127,9 +110,8 @@ def test_the_sign_flip_test_by_hand() -> None:
     assert sign_flip_test(np.ones(40) * [*[1] * 28, *[-1] * 12]) == pytest.approx(0.0166, abs=0.004)
 
 
-@pytest.mark.parametrize(
-    ("logs", "interleaved", "verdict"),
-    [
+def test_pairs_require_a_sign_flip_test() -> None:
+    for logs, interleaved, verdict in (
         ([0.08, 0.09, 0.1, 0.11, 0.12, 0.1], False, "slower"),
         ([-0.08, -0.09, -0.1, -0.11, -0.12, -0.1], False, "faster"),
         # one sign differs: t = 5.0, p = 0.004, but 4 of 64 choices of signs are as far out
@@ -137,16 +119,13 @@ def test_the_sign_flip_test_by_hand() -> None:
         ([-0.001, 0.09, 0.1, 0.11, 0.12, 0.1], True, "slower"),  # blocks alternated
         ([0.08, 0.09, 0.1, 0.11, 0.12], False, "slower [5 pairs]"),
         ([0.001, -0.001, 0.002], False, "same [3 pairs]"),
-    ],
-)
-def test_pairs_require_a_sign_flip_test(logs: list[float], interleaved: bool, verdict: str) -> None:
-    result = Result("x", {}, base_s=[1.0] * len(logs), test_s=exp(*logs))
-    judge_all([result], Design(paired=True, interleaved=interleaved))
-    assert verdict_text(result) == verdict
-    if verdict == "undecided":
-        assert result.reason == (
-            "the interval excludes 1, but a sign-flip test of the pairs does not (p = 0.062)"
-        )
+    ):
+        result = Result("x", {}, base_s=[1.0] * len(logs), test_s=exp(*logs))
+        judge_all([result], Design(paired=True, interleaved=interleaved))
+        assert verdict_text(result) == verdict
+        if verdict == "undecided":
+            why = "the interval excludes 1, but a sign-flip test of the pairs does not (p = 0.062)"
+            assert result.reason == why
 
 
 def test_runs_needed_by_hand(tmp_path: Path) -> None:
@@ -204,31 +183,27 @@ FAILED = case("x", check="failed: out of memory", samples_s={}, rounds=[])
 BARE = case("a probe", samples_s={}, rounds=[], metrics={})  # as node_check.py writes it
 
 
-@pytest.mark.parametrize(
-    ("base", "test", "verdict", "status", "outcome"),
-    [
+def test_a_gate_without_enough_evidence_does_not_pass(tmp_path: Path) -> None:
+    """A case without a number on both sides needs no verdict."""
+    for base, test, verdict, status, outcome in (
         ([1, 1.001, 0.999, 1], [1, 1.001, 0.999, 1], "same", 0, "pass"),
         ([1.1, 1.11, 1.09, 1.1], [1, 1.01, 0.99, 1], "faster", 0, "pass"),
         ([1, 1.01, 0.99, 1], [1.1, 1.11, 1.09, 1.1], "slower", 1, "failed (1 slower)"),
-        ([1, 1.3, 0.8], [1.1, 1.4, 0.9], "undecided", 4, "no verdict (1 undecided)"),
         ([1], [3], "undecided", 4, "no verdict (1 undecided)"),
-    ],
-)
-def test_a_gate_without_enough_evidence_does_not_pass(
-    tmp_path: Path, base: list[float], test: list[float], verdict: str, status: int, outcome: str
-) -> None:
-    """A case without a number on both sides needs no verdict."""
-    for side, times in (("a", base), ("b", test)):
-        for i, seconds in enumerate(times):
-            write(tmp_path / side / f"{i}.jsonl", case("x", [seconds]), BARE)
-    words = ("compare.py", str(tmp_path / "a"), "--test", str(tmp_path / "b"))
-    assert run(*words).returncode == 0  # without a gate
-    done = run(*words, "--fail-on", "slower")
-    assert done.returncode == status
-    assert f"\n# 1 {verdict}\n" in done.stdout
-    assert done.stdout.endswith(f"\n# --fail-on slower: {outcome}\n")
-    assert "a probe" not in done.stdout
-    assert (done.stdout.count(outcome), done.stderr) == (1, "")  # printed once
+        ([1, 1.3, 0.8], [1.1, 1.4, 0.9], "undecided", 4, "no verdict (1 undecided)"),
+    ):
+        sides = [tmp_path / verdict / side for side in "ab"]
+        for folder, times in zip(sides, (base, test), strict=True):
+            for i, seconds in enumerate(times):
+                write(folder / f"{i}.jsonl", case("x", [seconds]), BARE)
+        words = ("compare.py", str(sides[0]), "--test", str(sides[1]))
+        assert run(*words).returncode == 0  # without a gate
+        done = run(*words, "--fail-on", "slower")
+        assert done.returncode == status
+        assert f"\n# 1 {verdict}\n" in done.stdout
+        assert done.stdout.endswith(f"\n# --fail-on slower: {outcome}\n")
+        assert "a probe" not in done.stdout
+        assert (done.stdout.count(outcome), done.stderr) == (1, "")  # printed once
 
 
 def test_a_gate_counts_each_case_once() -> None:
@@ -257,10 +232,8 @@ def test_cases_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.endswith("\n# --fail-on slower: failed (1 failed)\n")
     test = write(tmp_path / "c.jsonl", mended, case("late"))  # new cases do not count
-    for fail_on, status, words in (
-        ("slower", 4, "no verdict (2 missing)"),
-        ("missing", 1, "failed (2 missing)"),
-    ):
+    outcomes = ("slower", 4, "no verdict (2 missing)"), ("missing", 1, "failed (2 missing)")
+    for fail_on, status, words in outcomes:
         done = run("compare.py", base, "--test", test, "--fail-on", fail_on)
         assert done.returncode == status
         assert done.stdout.endswith(f"\n# --fail-on {fail_on}: {words}\n")
@@ -279,21 +252,15 @@ def test_unmatched_cases_suggest_the_flag_that_joins_them(tmp_path: Path) -> Non
     assert "2 undecided" in run(*words, *flag).stdout
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ((1, 1.0), "1 in BASE, 1.0 in TEST"),
-        ((1, True), "1 in BASE, True in TEST"),
-        ((1, "1"), '1 in BASE, "1" in TEST'),
-    ],
-)
-def test_keys_that_differ_by_type(tmp_path: Path, values: tuple[Any, Any], told: str) -> None:
-    sides = [
-        write(tmp_path / f"{side}.jsonl", case("x", key={"n": value}))
-        for side, value in zip("ab", values, strict=True)
-    ]
-    shown = run("compare.py", sides[0], "--test", sides[1]).stderr
-    assert f"the keys differ in n ({told}); --ignore-key n joins these cases\n" in shown
+def test_keys_that_differ_by_type(tmp_path: Path) -> None:
+    for other, told in ((1.0, "1.0"), (True, "True"), ("1", '"1"')):
+        sides = []
+        for value in (1, other):
+            path = tmp_path / f"{type(value).__name__}.jsonl"
+            sides.append(write(path, case("x", key={"n": value})))
+        shown = run("compare.py", sides[0], "--test", sides[1]).stderr
+        words = f"differ in n (1 in BASE, {told} in TEST); --ignore-key n joins these cases\n"
+        assert f"the keys {words}" in shown
 
 
 def test_pytorchs_ddp_benchmark_is_compared_with_ddp_sweep(tmp_path: Path) -> None:

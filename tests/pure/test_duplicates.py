@@ -43,10 +43,7 @@ def with_decimals(text: str, decimals: int) -> str:
         ("banner\n" + SECOND + FIRST, "a copy of 0.log, 1.log: 2.log"),
         ("".join(LINES[:40]), "a copy of 0.log: 2.log"),  # before the end
         ("".join(f"{i:6}\t{line}" for i, line in enumerate(LINES, 1)), "0.log: 2.log"),  # cat -n
-        (
-            "".join(LINES[:9]) + LINES[9][:-6] + " ms\n" + "".join(LINES[10:]),
-            "0.log: 2.log",
-        ),  # torn
+        ("".join([*LINES[:9], LINES[9][:-6] + " ms\n", *LINES[10:]]), "0.log: 2.log"),  # torn
         ("".join(LINES[:20] + LINES[21:]), "a copy of 0.log: 2.log"),
         ("".join(LINES[:20] + LINES[19:]), "a copy of 2.log: 0.log"),  # it has one line more
         ("".join(LINES[::2]), "a copy of 0.log: 2.log"),
@@ -70,9 +67,8 @@ def test_a_third_log(
     assert (left_out in found[0] and len(found) == 1) if left_out else not found
 
 
-@pytest.mark.parametrize(
-    ("text", "is_copy"),
-    [
+def test_equal_times_that_may_be_chance(tmp_path: Path) -> None:
+    for text, is_copy in (
         # n different values: at most 4 of n (n - 1) / 2 pairs are equal, so each has 3.49 of 34.9
         # bits for n = 10, and 3.78 of 41.6 for n = 11
         ("".join(f"took {10 + i / 8} ms\n" for i in range(10)), False),
@@ -80,74 +76,63 @@ def test_a_third_log(
         ("took 0.33 ms\n" * 500, False),
         # every 10th step is longer, on an even machine
         (("took 0.33 ms\n" * 9 + "took 0.50 ms\n") * 100, False),
-    ],
-)
-def test_equal_times_that_may_be_chance(tmp_path: Path, text: str, is_copy: bool) -> None:
-    for side in "ab":
-        for number in range(2):
-            (tmp_path / f"{side}{number}.log").write_text(f"{side} {number}\n{text}")
-    words = [f"{tmp_path}/a*", "--test", f"{tmp_path}/b*"]
-    shown = run("compare.py", *words, *STEP).stdout
-    assert ("left out: a copy of" in shown) == is_copy
-    assert ("usable runs per side are needed" in shown) == is_copy
+    ):
+        for side in ("a0", "a1", "b0", "b1"):
+            (tmp_path / f"{side}.log").write_text(f"{side}\n{text}")
+        words = [f"{tmp_path}/a*", "--test", f"{tmp_path}/b*"]
+        shown = run("compare.py", *words, *STEP).stdout
+        assert ("left out: a copy of" in shown) == is_copy
+        assert ("usable runs per side are needed" in shown) == is_copy
 
 
 RNG = random.Random(5)
 TIMES = [round(RNG.gauss(0.1, 0.001), 9) for _ in range(30)]
 
 
-@pytest.mark.parametrize(
-    ("times", "about"),
-    [
+def test_a_report_written_again(tmp_path: Path) -> None:
+    elsewhere = {"environment": {"hosts": ["another"]}}
+    rows: Any = (
         (TIMES, {"started_at": "2026-03-01T00:00:00+00:00"}),
-        (TIMES, {"environment": {"hosts": ["another"]}, "started_at": "2026-03-01T00:00:00"}),
+        (TIMES, elsewhere | {"started_at": "2026-03-01T00:00:00"}),
         (TIMES, {"environment": {}, "argv": ["x"]}),
-        ([round(time, 6) for time in TIMES], {"environment": {"hosts": ["another"]}}),
-        (TIMES[:7] + TIMES[8:], {}),
-        (sorted(TIMES), {}),
-        ([TIMES[0] + 1e-6, *TIMES[1:]], {}),
+        ([round(time, 6) for time in TIMES], elsewhere),
+        *((TIMES[:7] + TIMES[8:], {}), (sorted(TIMES), {}), ([TIMES[0] + 1e-6, *TIMES[1:]], {})),
         ([time * (1 + 1e-8) for time in TIMES], {}),  # from a 32-bit number
-    ],
-)
-def test_a_report_written_again(tmp_path: Path, times: list[float], about: Any) -> None:
-    write(tmp_path / "1.jsonl", case("x", TIMES))
-    write(tmp_path / "2.jsonl", case("x", times), **{"started_at": start(3)} | about)
-    write(tmp_path / "3.jsonl", case("x", [time * 1.001 for time in TIMES]))
-    loaded = load([str(tmp_path)])
-    side = [(one, next(iter(one.rows.values()))) for one in loaded]
-    (copy,) = duplicates(side)
-    assert Path(loaded[copy].label).stem in "12"
+    )
+    for times, about in rows:
+        write(tmp_path / "1.jsonl", case("x", TIMES))
+        write(tmp_path / "2.jsonl", case("x", times), **{"started_at": start(3)} | about)
+        write(tmp_path / "3.jsonl", case("x", [time * 1.001 for time in TIMES]))
+        loaded = load([str(tmp_path)])
+        (copy,) = duplicates([(one, next(iter(one.rows.values()))) for one in loaded])
+        assert Path(loaded[copy].label).stem in "12"
 
 
-def steps_of(kind: str, rng: np.random.Generator) -> list[Samples]:
-    """Four runs of a kind of program, two of which are twice as fast."""
+def steps_of(rng: np.random.Generator) -> dict[str, list[Samples]]:
+    """By kind of program: four runs, two of which are twice as fast."""
     count = int(rng.choice([12, 30, 50, 200]))
     same_data = rng.uniform(0.5, 1.5, count)
-    runs = []
+    runs: dict[str, list[Samples]] = {}
     for factor in (1.0, 1.0, 0.5, 0.5):
         noise = 1 + rng.normal(0, 0.001, count)
-        times = {
+        for kind, times in {
             "constant": noise,
             "few values": rng.choice([0.8, 1.0, 1.03, 3.0], count, p=[0.05, 0.6, 0.25, 0.1]),
             "scattered": 1 + rng.normal(0, 0.05, count),
             "the same data": same_data * noise,
             "every 10th step is longer": np.where(np.arange(count) % 10, 1, 1.7) * noise,
             "slower and slower": np.linspace(1, 1.5, count) * noise,
-        }[kind]
-        runs.append(Samples(np.round(1.23 * factor * times, 2), 0.01))
+        }.items():
+            samples = Samples(np.round(1.23 * factor * times, 2), 0.01)
+            runs.setdefault(kind, []).append(samples)
     return runs
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("constant", "few values", "scattered", "the same data", "every 10th step is longer"),
-        "slower and slower",
-    ],
-)
-def test_independent_runs_with_few_digits_are_no_copies(kind: str) -> None:
+def test_independent_runs_with_few_digits_are_no_copies() -> None:
     rng = np.random.default_rng(0)
-    assert not any(pairs_in_common(steps_of(kind, rng)) for _ in range(100))
+    for _ in range(100):
+        for kind, runs in steps_of(rng).items():
+            assert not pairs_in_common(runs), kind
 
 
 def test_only_the_copied_cases_are_left_out(tmp_path: Path) -> None:
@@ -169,10 +154,10 @@ def test_logs_of_nccl_tests_have_one_time_per_case(tmp_path: Path) -> None:
     """The 14 times of 7 sizes have 73 bits, and those of 3 sizes 37: too little."""
     text = (ROOT / "tests" / "logs" / "all_reduce_base.log").read_text()
     (row,) = re.findall(r"^ +1024 .*\n", text, re.MULTILINE)
-    more = [
-        row.replace("1024 ", f"{4 * n} ").replace(" 256 ", f" {n} ").replace("20.", f"{n}.")
-        for n in range(21, 25)
-    ]
+    more = []
+    for n in map(str, range(21, 25)):
+        larger = row.replace("1024 ", f"{4 * int(n)} ").replace(" 256 ", f" {n} ")
+        more.append(larger.replace("20.", f"{n}."))
     paths = [tmp_path / name for name in ("1.log", "2.log")]
     for whole, is_copy in ((text, False), (text.replace(row, "".join([*more, row])), True)):
         paths[0].write_text(whole)
