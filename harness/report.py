@@ -54,7 +54,7 @@ SECRET = re.compile(
     "TOK(?!ENIZ)|KEY|SECRET|PASS|PWD|AUTH|BEARER|CRED|COOKIE|JWT|(?<![A-Z])(PW|SIG|SAS)(?![A-Z])"
 )
 SECRET_PARTS = (  # of values: users and queries of URLs, and what follows these words
-    (re.compile(r"://[^/\s]+@"), "://(set)@"),
+    (re.compile(r"://([^/\s]+|[^/\s:]+:\S+)@"), "://(set)@"),
     (re.compile(r"(://[^\s?]*\?)\S+"), r"\1(set)"),
     (re.compile(r"(?i)\b(bearer|basic)[ =:]+\S+"), r"\1 (set)"),
 )

@@ -552,10 +552,10 @@ def load_logs(words: Sequence[str], steps: Steps) -> list[Run]:
 
     Raises ValueError with a message of one line.
     """
+    find(words, steps.endings)  # raises if a file is named twice, before large files are read
     runs: list[Run] = []
     for word in words:
         runs += logs_of(word, find([word], steps.endings), steps)
-    find(words, steps.endings)  # raises if a file is named twice
     counts = sorted({len(row.times_s) for run in runs for row in run.rows.values()})
     noun = "match" if counts[-1:] == [1] else "matches"
     many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"

@@ -168,6 +168,7 @@ def test_secrets_are_not_in_reports() -> None:
     assert without_secrets({"NCCL_X": url}) == {"NCCL_X": masked}
     for value, expected in (
         ("http://host/a?token=hunter2&x=1 b", "http://host/a?(set) b"),
+        ("postgres://user:hunter/2@host/db", "postgres://(set)@host/db"),
         ("Authorization: Bearer hunter2", "Authorization: Bearer (set)"),
     ):
         assert without_secrets({"NCCL_X": value}) == {"NCCL_X": expected}

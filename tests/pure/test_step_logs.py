@@ -331,8 +331,8 @@ def test_too_little_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         raise MemoryError
 
     monkeypatch.setattr(step_logs, "matches_in", read)
-    log = write_log(tmp_path / "a.log", [1.0])
-    done = run("compare.py", log, "--test", log, "--step", MS)
+    log, other = (write_log(tmp_path / name, [1.0]) for name in ("a.log", "b.log"))
+    done = run("compare.py", log, "--test", other, "--step", MS)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "not enough memory; give smaller files" in done.stderr
 
