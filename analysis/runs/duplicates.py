@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import cache, lru_cache
 from itertools import combinations
-from math import floor, lgamma, log, log2, log10, sqrt
+from math import erf, exp, floor, lgamma, log, log2, log10, pi, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -117,7 +117,7 @@ def pairs_in_common(samples: Sequence[Samples | None]) -> set[frozenset[int]]:
         assert b is not None
         unit = 10.0 ** max(nearest(a.unit), nearest(b.unit), floor(log10(FINEST * middle)))
         both = rounded_as(i, j, unit), rounded_as(j, i, unit)
-        least = min(1.0, unit / (2 * sqrt(np.pi) * LEAST_NOISE * middle))
+        least = chance_of_noise(unit / (LEAST_NOISE * middle))
         is_rounded_twice = nearest(a.unit) != nearest(b.unit)
         most_near = NEAR * min(len(a.values), len(b.values)) if is_rounded_twice else 0.0
         if not (shared := samples_in_common(*both)):
@@ -134,6 +134,12 @@ def pairs_in_common(samples: Sequence[Samples | None]) -> set[frozenset[int]]:
         if alike and max(alike) <= series.TOGETHER:
             found |= doubtful
     return found
+
+
+def chance_of_noise(unit: float) -> float:
+    """The chance that two samples of one time are in the same cell, if a cell is this number of
+    standard deviations wide: the mean of 1 - d / unit for their distance d < unit."""
+    return erf(unit / 2) - 2 / (unit * sqrt(pi)) * (1 - exp(-((unit / 2) ** 2)))
 
 
 def nearest(unit: float) -> int:
