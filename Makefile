@@ -12,6 +12,8 @@ cudalab: # CUDA and NCCL code on an emulation; which planted faults were caught;
 		$(PYTEST) -n 2 -m $@ tests/test_cudalab.py tests/test_plain_loops.py
 	cat tests/cudalab/.build/faults
 	python tests/cudalab_lines.py tests/cudalab/.build/lines
+mutations: # which of the planted mistakes the tests notice, 20 minutes
+	python tests/mutations.py
 all: quick smoke faults launch
 lint:
 	ruff check .
@@ -21,4 +23,4 @@ pyz: # all scripts in one file, torchrun-bench.pyz
 	python launch/archive/build.py
 results: # repeat the measurements in docs/results, 20 minutes
 	python tests/measure_results.py
-.PHONY: pyz results quick smoke faults launch gpu oldest cudalab all lint
+.PHONY: pyz results mutations quick smoke faults launch gpu oldest cudalab all lint
