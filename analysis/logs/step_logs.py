@@ -419,12 +419,25 @@ def times_of(matches: Sequence[Match], steps: Steps, path: str, mark: str = "") 
         numbers[unit.is_rate, unit.factor].append(value)
         last_digits[unit.is_rate, unit.factor].append(last_digit)
     check_times(times_s, path, steps.measure)
-    # 0.4 may stand for 0.40: the number with the most digits shows the resolution
-    shares = [min(last_digits[unit]) / float(np.median(numbers[unit])) for unit in numbers]
+    shares = [share_of_last_digit(numbers[unit], last_digits[unit]) for unit in numbers]
     slow = set(slow_start(times_s, starts))
     steady = [time_s for i, time_s in enumerate(times_s) if i not in slow]
     of = frozenset(counted - {""})
     return Found(steady, max(shares), len(slow), mark, span_of(matches), of)
+
+
+def share_of_last_digit(numbers: Sequence[float], last_digits: Sequence[float]) -> float:
+    """One unit in the last digit / the median.
+
+    0.4 may stand for 0.40: the number with the most digits shows the resolution. But 0.099 beside
+    0.1 and 0.11 has no more significant digits: numbers of the median's power of ten count.
+    """
+    middle = float(np.median(numbers))
+    powers = np.floor(np.log10([middle, *numbers]))
+    alike = [
+        unit for unit, power in zip(last_digits, powers[1:], strict=True) if power == powers[0]
+    ]
+    return min(alike or last_digits) / middle
 
 
 def span_of(matches: Sequence[Match]) -> tuple[str, str] | None:

@@ -56,6 +56,7 @@ from analysis.runs.evidence import (
     with_cases,
 )
 from analysis.runs.load import Row, Run, by_benchmark, instant, rows_of, time_of_blocks
+from analysis.runs.rounding import rounding_of
 from analysis.runs.sessions import ENOUGH, Groups, sessions_of
 from analysis.show import join_distinct
 from harness.cli import cut
@@ -406,15 +407,6 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
     return result
 
 
-def rounding_of(rows: Sequence[Row]) -> float:
-    """The relative rounding error of numbers: half a unit of the last digit.
-
-    The most precise run counts, since 0.4 may stand for 0.40. The error is 0 for reports of this
-    project, which have nanoseconds.
-    """
-    return min((row.last_digit / 2 for row in rows), default=0.0)
-
-
 def choose_sessions(result: Result, found: Evidence, base: Side, test: Side) -> None:
     """Make the session the unit of observation if a side has ENOUGH of them.
 
@@ -720,7 +712,7 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
         return "undecided", f"the interval excludes 1, but {why}"
     if max(case.rounding) > margin / 4:
         off = f"{100 * max(case.rounding):.2g}%"
-        return "undecided", f"numbers have so few digits that they may be off by {off}"
+        return "undecided", f"numbers are so coarse that they may be off by {off}"
     if low <= 1 <= high:
         return "undecided", "the interval contains 1, but extends beyond the margin"
     if case.ratio < least or case.ratio > most:

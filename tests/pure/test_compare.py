@@ -307,7 +307,7 @@ def test_rounded_samples_widen_the_interval(tmp_path: Path, is_pytorch: bool) ->
     for name in ("no ddp +330.0 ms +340.0 ms", *(("geometric .*",) if not is_pytorch else ())):
         row = rf"^{name} +1.03x slower +0.9998 to 1.062 +undecided"
         assert re.search(row, done.stdout, re.MULTILINE), done.stdout
-    assert "undecided: numbers have so few digits that they may be off by 1.5%" in done.stdout
+    assert "undecided: numbers are so coarse that they may be off by 1.5%" in done.stdout
 
 
 def test_no_control_sequence_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:

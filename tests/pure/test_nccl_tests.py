@@ -514,7 +514,7 @@ def test_rounded_numbers_of_a_table_widen_the_interval(
     row = next(line for line in done.stdout.splitlines() if line.startswith("1K"))
     assert verdict in row, done.stdout
     if verdict == "undecided" and base == test:
-        assert "numbers have so few digits that they may be off by" in done.stdout
+        assert "numbers are so coarse that they may be off by" in done.stdout
 
 
 def test_the_digits_of_json_widen_the_interval(tmp_path: Path) -> None:

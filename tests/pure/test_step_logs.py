@@ -472,7 +472,7 @@ def test_rounded_numbers_widen_the_interval(
     assert f"# 1 {verdict}" in done.stdout, done.stdout + done.stderr
     if (base, test) == ("0.33", "0.33"):  # a unit of the last digit is 0.01 / 0.33
         assert re.search("0.9699 to 1.031 +undecided", done.stdout)
-        assert "so few digits that they may be off by 1.5%" in done.stdout
+        assert "so coarse that they may be off by 1.5%" in done.stdout
 
 
 # -- the patterns of the page ----------------------------------------------------------------------
