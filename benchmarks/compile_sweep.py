@@ -343,6 +343,9 @@ def wrap(
         for module in modules:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
         if not averages(mesh.get_group()):
+            if not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"):
+                needs = "whose FSDPModule has set_force_sum_reduction_for_comms"
+                raise NotImplementedError(f"fsdp2 over gloo requires a newer torch, {needs}")
             for module in modules:
                 module.set_force_sum_reduction_for_comms(True)
     return model

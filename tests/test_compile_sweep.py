@@ -1,5 +1,6 @@
 """compile_sweep.py under torchrun, its faults, and its arithmetic."""
 
+import contextlib
 import gzip
 import importlib.util
 import json
@@ -418,6 +419,9 @@ def test_fsdp2_divides_a_sum_where_gloo_does_not_average(
     calls = [module.set_force_sum_reduction_for_comms.call_count for module in (model, unit)]
     assert calls == ([1, 1] if mean == 2 else [0, 0])
     assert asked.call_count == (backend == "gloo")
+    monkeypatch.setattr(compile_sweep.fsdp, "FSDPModule", object)  # as in torch 2.6
+    with pytest.raises(NotImplementedError) if mean == 2 else contextlib.nullcontext():
+        compile_sweep.wrap(model, "fsdp2", Mock(), [unit], bf16=False)
 
 
 def test_units_are_the_layers_in_lists_inner_layers_first() -> None:
