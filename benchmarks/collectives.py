@@ -69,7 +69,7 @@ MAX_SIZES = 10_000  # per table
 EARLY = 1 / 4  # size of the first blocks of a case, as a fraction of the others
 MIN_VISIT_S = 0.05  # with --total-seconds; shorter visits consist of overhead
 TIMED = 0.7  # share of a size's first visit for the timing; the rest is for warming up and checking
-TIMED_AGAIN = 0.9  # of its second visit
+TIMED_AGAIN = 0.9  # of a later visit
 NO_INTERVAL = 1.0  # relative width that a time without an interval counts as
 MAX_CALLS = 20  # per sample on CUDA, without -n
 SAMPLE_BYTES = 2**32  # limit on the bytes of a sample, without -n
@@ -410,7 +410,7 @@ def cycling(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Calla
 
 @dataclass
 class Visit:
-    """What a rank has measured of a size, for a second visit."""
+    """What a rank has measured of a size, for later visits."""
 
     collected: Collected = field(default_factory=Collected)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -835,8 +835,9 @@ def measure(
     groups: Groups,
     members: Sequence[int],
 ) -> None:
-    """Measure the cases of a table. With --total-seconds, they share half of this time, and the
-    rest is divided by the widths of their intervals. Their rows are printed at the end."""
+    """Measure the cases of a table. With --total-seconds, they share half of this time, and each of
+    the last two quarters is divided by the widths of their intervals so far. Their rows are printed
+    at the end."""
     visits: dict[int, Visit] = {}
     make, fill_in = partial(build, bench.job, args, visits), partial(derive, args, groups)
     if args.beside:
@@ -867,24 +868,31 @@ def measure(
         for planned in cases:
             visit(planned)
         return
+
+    def width_if_wide(case: Case | None) -> float:
+        """The width of a case that may be measured again, otherwise 0."""
+        if not case or case.failed or bench.report.is_earlier(case):
+            return 0.0
+        width = width_of(case)
+        return NO_INTERVAL if width is None else width if width > rule.target_ci else 0.0
+
     share, begun = bench.job.broadcast, time.monotonic()
     widths, spent_s = [0.0] * len(cases), [0.0] * len(cases)  # valid on rank 0
     for number, planned in enumerate(cases):
         start = time.monotonic()
         share_s = (begun + args.total_seconds / 2 - start) / (len(cases) - number)
-        case = visit(planned, share(max(TIMED * share_s, MIN_VISIT_S)))
+        widths[number] = width_if_wide(visit(planned, share(max(TIMED * share_s, MIN_VISIT_S))))
         spent_s[number] = time.monotonic() - start
-        if case and not (case.failed or bench.report.is_earlier(case)):
-            width = width_of(case)
-            width = NO_INTERVAL if width is None else width
-            widths[number] = width if width > rule.target_ci else 0.0
-    end = begun + args.total_seconds
-    shares = share(divide(max(0.0, end - time.monotonic()), widths, spent_s))
-    for number, planned in enumerate(cases):
-        left = max(0.0, end - time.monotonic()) / (sum(shares[number:]) or 1)
-        seconds = share(TIMED_AGAIN * shares[number] * left)
-        if seconds >= MIN_VISIT_S:
-            visit(planned, seconds, again=True)
+    for part in (0.75, 1.0):
+        end = begun + part * args.total_seconds
+        shares = share(divide(max(0.0, end - time.monotonic()), widths, spent_s))
+        for number, planned in enumerate(cases):
+            start = time.monotonic()
+            left = max(0.0, end - start) / (sum(shares[number:]) or 1)
+            seconds = share(TIMED_AGAIN * shares[number] * left)
+            if seconds >= MIN_VISIT_S:
+                widths[number] = width_if_wide(visit(planned, seconds, again=True))
+                spent_s[number] += time.monotonic() - start
     bench.show_measured()
 
 

@@ -10,8 +10,8 @@ levels        a third of the variance is that of blocks, the rest that of sample
               blocks are correlated by 0.2
 AR .9         autocorrelation of 0.9, about the strongest in practice
 phases        two levels that differ by 20% and last for 30 samples on average
-two visits    one of 8 sizes that vary by 2 to 50%; after 150 samples of each, the widths of their
-              intervals decide about 1,200 more, as in collectives.py with --total-seconds
+visits        one of 8 sizes that vary by 2 to 50%; after 150 samples of each, the widths of their
+              intervals divide 600 more, and 600 again, as in collectives.py with --total-seconds
 difference    difference of two steps in 12 rounds of 2; the machine drifts by 30% during the run
 ratio         their ratio
 late          8 ranks of 24 iterations each, with an autocorrelation of 0.6
@@ -68,13 +68,16 @@ def of_median(make: Callable[[Rng], Series], rng: Rng) -> Estimate:
     return median(np.exp(make(rng) * SPREAD))
 
 
-def of_two_visits(rho: float, rng: Rng) -> Estimate:
-    spreads, n, size = np.geomspace(0.02, 0.5, 8), 150, int(rng.integers(8))
-    first = [np.exp(correlated(n, rho, rng) * spread) for spread in spreads]
-    widths = [estimate.relative for estimate in map(median, first)]
-    wide = [collectives.NO_INTERVAL if width is None else width for width in widths]
-    more = int(collectives.divide(8 * n, wide, [n] * 8)[size])
-    return median([*first[size], *np.exp(correlated(more, rho, rng) * spreads[size])])
+def of_visits(rho: float, rng: Rng) -> Estimate:
+    spreads = np.geomspace(0.02, 0.5, 8)
+    sizes = [np.exp(correlated(150, rho, rng) * spread) for spread in spreads]
+    for _ in range(2):
+        widths = [estimate.relative for estimate in map(median, sizes)]
+        wide = [collectives.NO_INTERVAL if width is None else width for width in widths]
+        more = map(int, collectives.divide(600, wide, [len(size) for size in sizes]))
+        new = [np.exp(correlated(n, rho, rng) * s) for n, s in zip(more, spreads, strict=True)]
+        sizes = [np.concatenate(pair) for pair in zip(sizes, new, strict=True)]
+    return median(sizes[int(rng.integers(8))])
 
 
 def of_two_steps(what: Callable[[Times, str], Estimate], rng: Rng) -> Estimate:
@@ -99,7 +102,7 @@ CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
         f"AR .9, {n}": (1.0, low, partial(of_median, partial(correlated, n, 0.9)))
         for n, low in ((12, 0.45), (24, 0.7), (60, 0.8), (150, 0.9))
     },
-    "two visits, AR .9": (1.0, 0.9, partial(of_two_visits, 0.9)),
+    "visits, AR .9": (1.0, 0.9, partial(of_visits, 0.9)),
     **{
         f"phases, {n}": (1.0, low, partial(of_median, partial(phases, n)))
         for n, low in ((12, 0.1), (24, 0.2), (60, 0.4), (240, 0.7))

@@ -57,18 +57,18 @@ def test_groups_a_limit_and_a_lower_bound(bench: Bench) -> None:
 
 @pytest.mark.smoke
 def test_sizes_share_a_total_time(bench: Bench) -> None:
-    """No interval is as narrow as 1e-6, so each size is visited twice, and its samples add up."""
+    """No interval is as narrow as 1e-6, so each size is visited three times. Samples add up."""
     limits = ("--total-seconds", "1000", "--max-seconds", "0.5", "--target-ci", "1e-6")
     run = bench(SCRIPT, "-b", "8", "-e", "32", *limits)
     lines = run.path.read_text().splitlines()
     visits = [json.loads(line) for line in lines if '"key"' in line]
-    assert [v["key"]["size_bytes"] for v in visits] == [8, 16, 32, 8, 16, 32]
-    for first, second in zip(visits[:3], visits[3:], strict=True):
+    assert [v["key"]["size_bytes"] for v in visits] == [8, 16, 32] * 3
+    for first, second in zip(visits[:6], visits[3:], strict=True):
         count = len(first["samples_s"]["step"][0])
         assert second["samples_s"]["step"][0][:count] == first["samples_s"]["step"][0]
         assert len(second["samples_s"]["out_of_place"][1]) == sum(second["rounds"]) > count
     rows = re.findall(r"^ +(\d+) +\d+ +float32", run.out, re.M)
-    assert rows == ["8", "16", "32"]  # each once, with the samples of both visits
+    assert rows == ["8", "16", "32"]  # each once, with the samples of all visits
     assert len(run.report.cases) == 3
 
 
