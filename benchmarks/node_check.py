@@ -6,7 +6,7 @@
               after the other
     links     disjoint pairs of ranks, in rounds: first all pairs within a node, then all pairs of
               nodes on all rails at once (rail i: the i-th ranks of all nodes). A sample is a series
-              of messages of at least 4 MiB that takes at least 50 ms
+              of messages of up to 4 MiB (32 MiB on CUDA) that takes at least 50 ms
     together  all_reduce within each node, then between nodes along the rails
     times     the steps of `alone` and `together` are judged by two times: the fastest sample, and
               the mean of a block (`sustained`). This is the median block on CUDA, where heat slows
@@ -43,7 +43,7 @@ command within a Slurm job to which whole nodes with GPUs are allocated, e.g. in
 
     torchrun --nproc-per-node 8 benchmarks/node_check.py
     torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --exclude-file bad.txt
-    srun --ntasks-per-node 8 bash launch/slurm_env.sh python3 benchmarks/node_check.py && sbatch ...
+    srun --ntasks-per-node 8 bash launch/slurm_env.sh python3 benchmarks/node_check.py && srun ...
 
 The script answers the question of Megatron-LM's gpu_sniff_test.py with new code. docs/node_check.md
 explains the output. BSD-3-Clause.

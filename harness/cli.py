@@ -305,7 +305,7 @@ def add_common_flags(
         "PATH.bak.1, ...; variables in braces are replaced, as in r-{SLURM_ARRAY_TASK_ID}.jsonl; "
         "if PATH is -, write the report to stdout and everything else to stderr",
     )
-    add("--resume", action="store_true", help="skip the cases that are already in the report")
+    add("--resume", action="store_true", help="skip the cases that have passed in the report")
     add(
         "--profile",
         type=checked(str, bool, "a folder", "e.g. traces"),

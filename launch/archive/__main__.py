@@ -1,4 +1,5 @@
-"""Benchmarks for PyTorch distributed, in one file. Copy it to any folder of a node with torch.
+"""Benchmarks for PyTorch distributed, in one file. It needs torch, torchvision, numpy, tabulate and
+psutil, and may be copied to any folder.
 
     torchrun --nproc-per-node 8 {archive} ddp_sweep --model resnet50
     python {archive} compare base.jsonl --test test.jsonl
