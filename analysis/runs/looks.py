@@ -1,19 +1,25 @@
-"""Compare logs of steps: one run per job, and a second look at the mean if steps stall.
+"""Compare runs that are series of steps, logs and reports of one's own loop: also by their means.
 
-The median of a log does not see steps that wait, e.g. every fourth for the loader, but the training
-takes as long as all its steps. If their share differs between runs, the means are compared as well,
-and the two looks share the error rate.
+The median of a series does not see steps that wait, e.g. every fourth for the loader, but the
+training takes as long as all its steps. If their share differs between runs, the means are compared
+as well, and the two looks share the error rate. If half of the steps take longer than the others,
+the median is one of the two or lies between them, by chance: then only the means are compared.
+
+For logs, the files of one job count as one run.
 """
 
 import re
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import combinations, product
+from math import ceil, floor, sqrt
 
 import numpy as np
 
 from analysis.logs import series
+from analysis.runs import rounding
 from analysis.runs.duplicates import duplicates
+from analysis.runs.evidence import is_timed
 from analysis.runs.load import LEADING, MEAN, STEP, Row, Run
 from analysis.runs.verdicts import Comparison, Design, Result
 from analysis.runs.verdicts import compare as compare_once
@@ -22,29 +28,51 @@ from common.stats import median
 from harness.cli import cut
 
 LONG_S = 10.0  # a longer step may be a rate that was read as a time
+MIN_STEPS = 20  # of fewer, a gap between the middle ones is no evidence of two kinds
+NORMAL_95 = 1.96
+SEVERAL_DIGITS = 1.5  # times the resolution: neighboring numbers are not two kinds of steps
 LARGEST = 10.0  # a larger factor between the sides is rather another unit than another speed
 # The rank in a path: torchrun's attempt_0/3/, rank3, rank-3, rank_3
 RANK = re.compile(r"(?<=attempt_)(\d+)/\d+(?=/)|(?<![A-Za-z])((?:local_)?rank[-_\[]?)\d+")
 
+BY_MEAN = {"statistic": "mean"}  # in the key of a case whose means are compared
+Name = tuple[str, str]  # a case: its benchmark, and its key as text
+
 
 def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
-    """`verdicts.compare`, with two looks at logs whose steps stall."""
-    if not all(is_log(run) for run in [*base, *test]):
-        return compare_once(base, test, design)
-    lines = [*remarks_of(base, "BASE"), *remarks_of(test, "TEST"), *count_lines(base, test)]
-    if not design.paired:
+    """`verdicts.compare`, with looks at the means of steps that stall or are of two kinds."""
+    are_logs = all(is_log(run) for run in [*base, *test])
+    lines: list[str] = []
+    if are_logs:
+        lines += [*remarks_of(base, "BASE"), *remarks_of(test, "TEST"), *count_lines(base, test)]
+    if are_logs and not design.paired:
         base, test, of_jobs = one_run_per_job(base, test)
         lines += of_jobs
-    if is_steady([*base, *test], design.margin):
-        comparison = compare_once(base, test, design)
-    else:
-        lines += stall_lines(base, test)
+    series_of = {name: (series_in(base, name), series_in(test, name)) for name in names_in(base)}
+    series_of = {name: sides for name, sides in series_of.items() if all(sides)}
+    halved: list[Name] = []  # half of the steps take longer
+    unsteady: list[Name] = []
+    for name, sides in series_of.items():
+        label = "" if len(series_of) == 1 else f", {sides[0][0].label}"
+        if two_kinds := lines_of_two_kinds(*sides, label, design.margin, are_logs):
+            halved.append(name)
+            lines += two_kinds
+        elif not is_steady([*sides[0], *sides[1]], design.margin):
+            unsteady.append(name)
+            lines += stall_lines(*sides, label, are_logs)
+    if unsteady:
         design = replace(design, alpha=design.alpha / 2)
-        comparison = compare_once(base, test, design)
-        by_mean = compare_once(means_of(base), means_of(test), design)
-        comparison.cases.extend(by_mean.cases)
-        decide_contradiction(comparison.cases)
-    decide_implausible(comparison.cases)
+    base, test = (with_means(runs, halved) for runs in (base, test))
+    comparison = compare_once(base, test, design)
+    if unsteady:
+        by_mean = compare_once(with_means(base, unsteady), with_means(test, unsteady), design)
+        found = {name_of(case): case for case in by_mean.cases}
+        for case in [one for one in comparison.cases if name_of(one) in unsteady]:
+            other = found[case.benchmark, canonical(case.key | BY_MEAN)]
+            comparison.cases.append(other)
+            decide_contradiction([case, other])
+    if are_logs:
+        decide_implausible(comparison.cases)
     comparison.warnings.extend(lines)
     return comparison
 
@@ -58,22 +86,48 @@ def row_of(run: Run) -> Row:
     return next(iter(run.rows.values()))
 
 
-def is_steady(runs: Sequence[Run], margin: float) -> bool:
+def name_of(case: Result) -> Name:
+    return case.benchmark, canonical(case.key)
+
+
+def names_in(runs: Sequence[Run]) -> list[Name]:
+    """The cases of the runs."""
+    return [*dict.fromkeys((run.benchmark, form) for run in runs for form in run.rows)]
+
+
+def series_in(runs: Sequence[Run], name: Name) -> list[Row]:
+    """The rows of a case; none if those with a time are no series of steps. Reports of this project
+    have rounds, whose medians are averaged."""
+    rows = [row for run in runs if run.benchmark == name[0] and (row := run.rows.get(name[1]))]
+    rows = [row for row in rows if is_timed(row)]
+    return [] if any(row.rounds or not len(row.times_s) for row in rows) else rows
+
+
+def is_steady(rows: Sequence[Row], margin: float) -> bool:
     """Whether the mean says what the median says: in all runs it exceeds the median alike."""
-    excesses = [series.excess(row_of(run).times_s) for run in runs]
+    excesses = [series.excess(row.times_s) for row in rows]
     return max(excesses) - min(excesses) <= margin / 2
 
 
-def means_of(runs: Sequence[Run]) -> list[Run]:
-    """The runs, with the mean over steps as their time."""
-    return [replace(run, rows=dict([mean_of(row_of(run))])) for run in runs]
+def with_means(runs: Sequence[Run], names: Container[Name]) -> list[Run]:
+    """The runs, with the mean over steps as the time of these cases."""
+    return [
+        replace(
+            run,
+            rows=dict(
+                mean_of(row) if (run.benchmark, form) in names else (form, row)
+                for form, row in run.rows.items()
+            ),
+        )
+        for run in runs
+    ]
 
 
 def mean_of(row: Row) -> tuple[str, Row]:
-    """The row of a log with the mean over steps as its time, and its key as text."""
-    key = row.key | {"statistic": "mean"}
+    """The row of a series with the mean over steps as its time, and its key as text."""
+    key = row.key | BY_MEAN
     kind = row.time_is.replace("median", "mean", 1)
-    mean_s = float(np.mean(row.times_s))
+    mean_s = float(np.mean(row.times_s)) if is_timed(row) else 0.0
     return canonical(key), replace(
         row, key=key, label=f"{row.label}, mean", time_s=mean_s, time_is=kind
     )
@@ -130,18 +184,71 @@ def count_lines(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
     return [f"the rates are {ours} in BASE and {theirs} in TEST: do they count the same?"]
 
 
-def stall_lines(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
-    """`TEST: 1 of 4 steps takes 2.9 times as long, and the mean is 1.48 times the median`."""
+def stall_lines(base: Sequence[Row], test: Sequence[Row], label: str, are_logs: bool) -> list[str]:
+    """`TEST: 1 of 4 steps takes 2.9 times as long, and the mean is 1.48 times the median`. label:
+    of the case, if there are several."""
     lines = []
-    for side, runs in {"BASE": base, "TEST": test}.items():
-        times_s = [row_of(run).times_s for run in runs]
+    for side, rows in {"BASE": base, "TEST": test}.items():
+        times_s = [row.times_s for row in rows]
         if text := series.stall_text(times_s):
             factor = float(np.mean(np.concatenate([np.divide(x, np.median(x)) for x in times_s])))
-            lines.append(f"{side}: {text}; the mean is {factor:.2f} times the median")
+            shown = text if are_logs else text.replace(f", {series.AS_AFTER_RESTARTS}", "")
+            lines.append(f"{side}{label}: {shown}; the mean is {factor:.2f} times the median")
             if series.AS_AFTER_RESTARTS in text:
                 low, high = map(show_time, series.levels(np.concatenate(times_s).tolist()))
-                lines.append(f"{side} has steps of two kinds: about {low} and about {high}")
+                lines.append(f"{side}{label} has steps of two kinds: about {low} and about {high}")
     return lines
+
+
+def lines_of_two_kinds(
+    base: Sequence[Row], test: Sequence[Row], label: str, margin: float, are_logs: bool
+) -> list[str]:
+    """A line for each side on which the medians of half of the runs lie between two kinds of steps:
+    `TEST: 93 of 180 steps take about 100 ms, and the others about 140 ms; ...`."""
+    lines = []
+    for side, rows in {"BASE": base, "TEST": test}.items():
+        limits = [max(margin, SEVERAL_DIGITS * step) for step in rounding.resolutions(rows)]
+        times_s = [row.times_s for row in rows]
+        kinds = [two_kinds(*one) for one in zip(times_s, limits, strict=True)]
+        found = [(np.asarray(x) < y, x) for x, y in zip(times_s, kinds, strict=True) if y]
+        if 2 * len(found) < len(rows):
+            continue
+        is_fast = np.concatenate([fast for fast, _ in found])
+        times = np.concatenate([x for _, x in found])
+        low, high = (show_time(float(np.median(times[of]))) for of in (is_fast, ~is_fast))
+        blocks = sum(int(fast[0]) + int((np.diff(fast.astype(int)) > 0).sum()) for fast, _ in found)
+        count, size = int(is_fast.sum()), len(is_fast)
+        is_long = min(count, size - count) >= series.LONG_BLOCK * blocks
+        which = f"{count} of {size} steps"
+        which += f", in blocks of about {round(count / blocks)}," if is_long else ""
+        what = f"{which} take about {low}, and the others about {high}"
+        what += f", {series.AS_AFTER_RESTARTS}" if is_long and are_logs else ""
+        lines.append(
+            f"{side}{label}: {what}; the median could be either, so the means are compared"
+        )
+    return lines
+
+
+def two_kinds(times_s: Sequence[float], least: float) -> float | None:
+    """A time between the faster and the slower half of the steps, if there are two kinds of steps;
+    None otherwise.
+
+    This is so if the 95% interval of the median, of independent steps, has a gap between two times
+    that is at least half as wide as the difference between the medians of the two parts. least: a
+    smaller gap does not count, relative to the time below.
+    """
+    n = len(times_s)
+    if n < MIN_STEPS:
+        return None
+    times = np.sort(times_s)
+    half = NORMAL_95 * sqrt(n) / 2
+    first, last = floor((n - 1) / 2 - half), ceil((n - 1) / 2 + half)
+    gaps = np.diff(times[first : last + 1])
+    i = first + int(np.argmax(gaps))
+    gap = float(gaps.max())
+    apart = float(np.median(times[i + 1 :]) - np.median(times[: i + 1]))
+    is_clear = gap >= apart / 2 and gap > least * times[i]
+    return float(times[i : i + 2].mean()) if is_clear else None
 
 
 # -- ranks of one job ------------------------------------------------------------------------------

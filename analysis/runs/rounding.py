@@ -37,7 +37,10 @@ def resolutions(rows: Sequence[Row]) -> list[float]:
     every = np.concatenate(numbers) if numbers else np.array([])
     digits = last_digits_of(rows)
     if len(distinct(every)) == 1:
-        return [max(digit, resolution(every, digit)) for digit in digits]
+        return [
+            max(digit, resolution(every, digit) if LAST_DIGIT in row.metrics else 0.0)
+            for row, digit in zip(rows, digits, strict=True)
+        ]
     steps: list[float | None] = []
     for own, digit in zip(numbers, digits, strict=True):
         few = len(own) < MIN_NUMBERS

@@ -1,6 +1,7 @@
 """analysis/logs/series.py and runs/looks.py: what a series of step times shows before it becomes
 one number."""
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from analysis.logs import series
-from tests.pure.reports import run
+from analysis.runs import looks
+from tests.pure.reports import case, run, start
+from tests.pure.reports import write as report
 
 MS = r"took ([\d.]+) ms"
 
@@ -125,6 +128,80 @@ def test_a_sentence_about_unusual_steps(times: list[float], text: str) -> None:
     # blocks end where logs do
     text = text.replace("2 of 9", "4 of 18").replace("18 of 42", "36 of 84")
     assert series.stall_text([[2 * t for t in times], times]) == text
+
+
+# -- two kinds of steps ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slow_ms", "is_slow", "scatter", "ratio", "text"),
+    [
+        # (29 * 100 + 31 * 140) / (31 * 100 + 29 * 140); the medians are 100 and 140 ms
+        (40, lambda i, is_test: i >= 31 - 2 * is_test, 0.1, "1.01x slower", "87 of 180"),
+        # nobody trains at a median of 150 ms
+        (100, lambda i, _: i % 2 > 0, 0.1, "1.00x", "90 of 180"),
+        (100, lambda i, _: i % 2 > 0, 2.0, "1.00x", "90 of 180"),
+        # only TEST: (100 + 140) / 2 / 100
+        (40, lambda i, is_test: is_test and i % 2 > 0, 0.1, "1.20x slower", "90 of 180"),
+    ],
+)
+def test_a_median_between_two_kinds_of_steps_does_not_decide(
+    tmp_path: Path,
+    slow_ms: float,
+    is_slow: Callable[[int, bool], bool],
+    scatter: float,
+    ratio: str,
+    text: str,
+) -> None:
+    def make(is_test: bool, number: int) -> list[float]:
+        times = near(100, 2 * number + is_test, scatter, 60)
+        return [t + slow_ms * is_slow(i, is_test) for i, t in enumerate(times)]
+
+    out = sides(tmp_path, make, runs=3)[1]
+    assert not re.search("^step  ", out, re.MULTILINE), out
+    assert re.search(rf"^step, mean .* {ratio} ", out, re.MULTILINE), out
+    low, high = r"(99\.|100\.)\d+ ms", rf"({99 + slow_ms}|{100 + slow_ms})\.\d ms"
+    told = rf"# warning: TEST: {text} steps.* take about {low}, and the others about {high}"
+    assert re.search(told, out), out
+    assert "looks share" not in out
+
+
+@pytest.mark.parametrize(
+    ("times", "least", "expected"),
+    [
+        ([100.0] * 10 + [140.0] * 10, 0.02, 120.0),
+        ([100.0] * 14 + [140.0] * 6, 0.02, 120.0),  # n = 20: the 6th to the 15th smallest
+        ([100.0] * 15 + [140.0] * 5, 0.02, None),  # the median is clear
+        ([100.0] * 9 + [140.0] * 10, 0.02, None),  # too few
+        ([100.0] * 10 + [140.0] * 10, 0.5, None),  # neighbors among rounded numbers
+        ([100.0 + i for i in range(40)], 0.0, None),
+    ],
+)
+def test_two_kinds_of_steps(times: list[float], least: float, expected: float | None) -> None:
+    assert looks.two_kinds(times, least) == expected
+
+
+def test_reports_of_a_training_loop_have_the_same_looks(tmp_path: Path) -> None:
+    """As docs/ci/train.py writes them, with two cases: in one of them, every fourth step of TEST
+    takes 0.3 s, so that the mean is 1.5 times the median."""
+    for number, side in itertools.product(range(3), ("old", "new")):
+        steady, stalls = ([t / 1000 for t in near(100, 2 * number + k, 0.1)] for k in (0, 50))
+        if side == "new":
+            stalls = [t + 0.2 * (i % 4 == 1) for i, t in enumerate(stalls)]
+        cases = [
+            case(name, [t * (1 + 1e-4 * (side == "new")) for t in times], rounds=[])
+            for name, times in (("steady", steady), ("stalls", stalls))
+        ]
+        about = {"benchmark": "my_training", "started_at": start(number)}
+        report(tmp_path / side / f"{number}.jsonl", *cases, **about)
+    paths = [str(tmp_path / "old"), "--test", str(tmp_path / "new")]
+    done = run("compare.py", *paths, "--fail-on", "slower")
+    assert done.returncode == 1, done.stdout
+    for row in ("steady .* same", "stalls .* same", r"stalls, mean .* 1\.50x slower .* slower"):
+        assert re.search(f"^{row}", done.stdout, re.MULTILINE), done.stdout
+    assert "steady, mean" not in done.stdout
+    assert "# warning: TEST, stalls: 1 of 4 steps takes 3 times as long; the mean" in done.stdout
+    assert "2 looks share the error rate of 5%" in done.stdout
 
 
 # -- slow starts and restarts ----------------------------------------------------------------------
@@ -325,8 +402,8 @@ def test_the_levels_of_steps_after_restarts(tmp_path: Path) -> None:
             times = (near(slow, n, 1, 20) + near(500, n + 9, 1, 10)) * 4
             write(tmp_path / side / f"{n}.log", times)
     out = compare(tmp_path, "--skip", "20")[1]
-    assert "TEST: 120 of 300 steps, in blocks of about 10, take 0.14 times as long, as after" in out
-    assert re.search(r"TEST has steps of two kinds: about (499|500).\d ms and about 3.500 s", out)
+    told = r"TEST: 120 of 300 steps, in blocks of about 10, take about (499|500).\d ms, and the"
+    assert re.search(rf"{told} others about 3.500 s, as after restarts; --skip", out), out
 
 
 @pytest.mark.parametrize("mark", ["-", "/"])
