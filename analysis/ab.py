@@ -185,7 +185,7 @@ def measure(args: argparse.Namespace, at_interrupt: list[Callable[[], None]]) ->
 
     at_interrupt: gets a function that Ctrl-C calls.
     """
-    of_reports = {"--interleave": args.interleave, "--ignore-key": args.ignore_key}
+    of_reports = {"--interleave": args.interleave}
     steps = step_logs.steps_of(args, of_reports)
     if len(args.b) > 1:
         got = f"got {len(args.b)} after --b; compare each of them with A in its own --out"

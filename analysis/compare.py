@@ -262,12 +262,7 @@ def estimator(comparison: Comparison) -> str:
     kinds = join_distinct(kind for case in comparison.cases for kind in case.times_are)
     of_a_run = kinds.replace(", ", " or ") or "none"
     units = "sessions" if comparison.unit == "session" else "runs"
-    line = f"BASE and TEST: geometric means over {units}; time of a run: {of_a_run}"
-    if all(case.benchmark == step_logs.BENCHMARK for case in comparison.cases):
-        are_rates = any(case.measure.startswith("1 /") for case in comparison.cases)
-        read_as = "rates (the higher, the faster)" if are_rates else "times (the lower, the faster)"
-        line += f"; the numbers count as {read_as}"
-    return line
+    return f"BASE and TEST: geometric means over {units}; time of a run: {of_a_run}"
 
 
 def cells(result: Result) -> list[str]:
@@ -318,6 +313,10 @@ def lines_below(comparison: Comparison) -> list[str]:
     """The lines below the table: verdicts, reasons, and the number of runs that may decide."""
     cases = comparison.cases
     lines = [count_verdicts(cases)]
+    if all(case.benchmark == step_logs.BENCHMARK for case in cases):
+        are_rates = any(case.measure.startswith("1 /") for case in cases)
+        read_as = "rates: the higher, the faster" if are_rates else "times: the lower, the faster"
+        lines.append(f"the numbers of the logs were read as {read_as}")
     reasons = Counter(f"{case.verdict}: {case.reason}" for case in cases if case.reason)
     for reason, n in reasons.items():
         noun = "case" if n == 1 else "cases"
@@ -460,9 +459,10 @@ def main() -> int:
     paths = [*args.base, *args.test]
     with one_line(paths):
         of_reports = {"--measure": args.measure, "--interleaved": args.interleaved}
-        steps = step_logs.steps_of(args, of_reports | {"--ignore-key": args.ignore_key})
+        steps = step_logs.steps_of(args, of_reports)
         if steps:
-            comparison = two_sides(args, step_logs.load_logs(paths, steps), steps.endings)
+            runs = step_logs.load_logs(paths, steps, args.ignore_key)
+            comparison = two_sides(args, runs, steps.endings)
         else:
             runs = load(paths, args.measure, args.ignore_key, join_foreign=True)
             comparison = two_sides(args, runs)

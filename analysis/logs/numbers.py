@@ -25,18 +25,27 @@ FORMS = re.compile(
 )
 EXPONENT = re.compile(r"[eE]([+-]?\d+)$")
 MARKS = {"decimal_point": ".", "decimal_comma": ","}
+# What joins a number to another digit without a space: `*` of `9.8*10^2`, `D+` of `9.8D+02`; not
+# what ends a number in logs, its sign, its error and the letter of a unit
+JOINT = (
+    r"(?:(?!\+-|\+/)[^\w\s/:;|,.%=\u00b1()\[\]{}<>]|_){1,2}|"
+    r"(?![dhkmsGKMT])[A-Za-z][+-]?"
+)
 # The rest of a number directly after a group that ends within it, and its beginning before a group
 # that begins within it. After a space, only the other lines show whether it is a column.
 REST = re.compile(
-    rf"\d+|\.\d+|[eE][+-]?\d+|,\d+|[{SEPARATORS[1:]}]\d{{3}}(?!\d)|:[0-5]\d(?!\d)|"
-    r"[dhm] ?\d+|%"  # 1m02s, 95%
+    rf"\d+|\.\d+|,\d+|[{SEPARATORS[1:]}]\d{{3}}(?!\d)|:[0-5]\d(?!\d)|(?:{JOINT})\d+|"
+    r"(?:[dhm] ?|m?s|us)\d+|%|"  # 1m02s, 12s500ms, 95%
+    r"\W{0,2}[xX]?\W{0,2}10(?:\^|\*\*|[\u00b2\u00b3\u00b9\u2070-\u207f])"  # 9.8 x 10^2
 )
 LONG = "d|h|m|days?|hrs?|hours?|mins?|minutes?"  # units of time above a second
 # 1m 02s, 1 min 2 s, 5-6, 5.1 +- 0.2: the second number is no time
 SECOND = re.compile(rf"(?:\d ?(?:{LONG})[., ]{{0,2}}(?:and )?|\d[-\u2013]|\d ?(?:\u00b1|\+/?-) ?)$")
 MINUTES = re.compile(r"[mh](?![\w/])")
 CLOCK = re.compile(r"\d+:[0-5]?\d:$")  # hours and minutes before seconds
-BEGINNING = re.compile(rf"(?:\d[\d.,]*[.,]|\d+|\d[{SEPARATORS[1:]}]|\d:)$")
+BEGINNING = re.compile(
+    rf"(?:\d[\d.,]*[.,]|\d+|\d[{SEPARATORS[1:]}]|\d:|\d(?:{JOINT})|(?<![^\s=:(\[])[-\u2212])$"
+)
 NUMBER_BEFORE = re.compile(r"(?<![\w.,:/-])(\d+) $")
 NUMBER_AFTER = re.compile(r" (\d+)(?![\w:/-])")
 THREE_DIGITS = re.compile(r"\d{3}(?!\d)")
@@ -46,12 +55,14 @@ NO_THOUSANDS = re.compile(r"0\.\d+|\d+\.(?!\d{3}$)\d+|\d{4,}\.\d+")
 
 
 class Unit(NamedTuple):
-    """`ms`, or `k` times 1/s. of: what a rate counts, or what a time is spent for."""
+    """`ms`, or `k` times 1/s. of: what a rate counts, or what a time is spent for. is_guess: only
+    the name of a step says that it is a time: `iter_s`."""
 
     name: str
     is_rate: bool
     factor: float  # of seconds, or of 1/s
     of: str = ""
+    is_guess: bool = False
 
 
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -59,85 +70,148 @@ LENGTHS = {**SECONDS, "min": 60.0, "h": 3600.0, "day": 86400.0}
 RATE = "1/s"
 UNITS = {name: Unit(name, False, seconds) for name, seconds in SECONDS.items()}
 UNITS |= {RATE: Unit(RATE, True, 1.0), "rate": Unit(RATE, True, 1.0)}
+PARTS = {"": "s", "m": "ms", "milli": "ms", "n": "ns", "nano": "ns"}
+PARTS |= dict.fromkeys(("u", "\u00b5", "\u03bc", "micro"), "us")
 SPELLINGS = {
-    **{"µs": "us", "μs": "us", "usec": "us", "msec": "ms", "msecs": "ms", "sec": "s", "secs": "s"},
-    **{"nanoseconds": "ns", "microseconds": "us", "milliseconds": "ms"},
-    **{"second": "s", "seconds": "s", "millisecond": "ms"},
-    **{"mins": "min", "minute": "min", "minutes": "min", "days": "day"},
-    **{"hr": "h", "hrs": "h", "hour": "h", "hours": "h"},
+    part + second: name
+    for part, name in PARTS.items()
+    for second in ("s", "sec", "secs", "second", "seconds")
+}
+SPELLINGS |= {
+    **{"min": "min", "mins": "min", "minute": "min", "minutes": "min", "day": "day", "days": "day"},
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
 }
 PREFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 COUNTED = re.compile(
-    r"([kKMG]?)(it|iters?|iterations?|steps?|batch(?:es)?|tok|toks|tokens?|samples?|img|imgs|"
-    r"images?|seqs?|sequences?|examples?|frames?)"
+    r"([kKMG]?)((?i:it|iters?|iterations?|steps?|batch(?:es)?|updates?|epochs?|tok|toks|tokens?|"
+    r"samples?|img|imgs|images?|seqs?|sequences?|examples?|frames?|requests?|[TP]?flops?)|1|)"
 )
 STEP_WORDS = re.compile(
     r"|it|iters?|iterations?|steps?|batch(es)?|updates?"
 )  # what a step is called
-# A unit directly after a number, maybe as its inverse, and not a part of another one: `kg s`, `s*m`
+INITIALS = re.compile(r"(?i)[fiqrst]ps")  # frames, iterations, tokens, ... per second
+LETTERS = "A-Za-z\u00b5\u03bc"
+PER = "\u00f7"  # stands for `per`, and for the power -1
+# A unit directly after a number, and not a part of another one: `kg s`, `s*m`
 WORD = re.compile(
-    r"([A-Za-zµμ]+(?:/[A-Za-z]+)*)(?!\w)(\^?[({]?-1[)}]?(?!\d)|\u207b\u00b9)?"
-    r"(?![\^*\u00b7\u22c5\u207b]|-\w)"
+    rf"((?:1(?=[/{PER}]))?[{LETTERS}]*+(?:[/{PER}][{LETTERS}]++)*)"
+    r"(?!\w|[\^*\u00b7\u22c5\u207b]|-\w)"
 )
-PER = re.compile(r" ?/ ?(?=[A-Za-z])| per (?=[A-Za-z])")
+SLASH = re.compile(rf"\s?/\s?(?=[{LETTERS}])")
+PER_WORD = re.compile(r"(?i)[\s_]?(?<![A-Za-z])per[\s_](?=[A-Za-z])")
+INVERSE = re.compile(  # s^-1, s-1, it s**-1, it\u00b7s\u207b\u00b9
+    rf"(?i)(?:(?<=[a-z])[\s\u00b7*\u22c5])?(?<![{LETTERS}])({'|'.join(SPELLINGS)})"
+    r"(?:(?:\s?(?:\^|\*\*)\s?)?[({]*[-\u2212]1[)}]*|\u207b\u00b9)(?!\d)"
+)
+# Between a number and its unit: white space, brackets, a comma, `"unit": `
+GAP = re.compile(r"[\s,()\[\]{}\"'_-]{0,4}(?:\"?units?\"?\s?[:=]\s?\"?)?")
+IS_NAME = re.compile(r"[\"')\]]{0,2}\s?(?:\([^)]*\)\s?)?[:=]")  # of the next number
 # Words of the name of a time. A name without them that ends in `s` may be that of a rate: tok_s
 OF_TIME = re.compile(
     r"(?i)times?|timing|timer|took|takes|elapsed|dur(?:ation)?|latency|dt|wall|delay"
 )
 OF_STEP = re.compile(r"(?i)step|iter|iteration|epoch|batch")  # if it is the last word
 NAME = re.compile(r"[\w /()\[\]-]*$")
-# A unit directly before a group: `(ms): `, `_s=`, `in s `, `it/s: `
+# A unit directly before a group: `(ms): `, `_s=`, `in s `, `[1/s] `
 BEFORE = re.compile(
-    r"(?:(per[ _])|(?<![A-Za-z/.]))([A-Za-zµμ]+(?:/[A-Za-z]+)*)[)\]]?[\"']?\s?[:=]?\s?[\"'(\[]?$"
+    rf"(?<![A-Za-z/.{PER}])((?:1(?=[/{PER}]))?(?:[{LETTERS}]+|(?=[/{PER}]))(?:[/{PER}][{LETTERS}]+)*)"
+    r"[)\]}]?[\"']?\s?([:=]?)\s?[\"'(\[]?$"
 )
+SEVERAL = re.compile(r"(?:[A-Za-z]/|[ _]per[ _])(\d+[ _]?[A-Za-z]+)[)\]]?[\"']?\s?[:=]?\s?$")
+JOINED = re.compile(r"[^\W\d_]+(?![\w=:])")  # letters of an unknown unit: Kit
+OF_ANOTHER = re.compile(r"\d[\s\[(]*[^\s\d:=_]+[)\]]?\s?[(\[]?$")  # `3.2 it/s (`
 SKIPPED = re.compile(r"\\s[*+?]?|\s[*+?]?")  # white space in a pattern
 CLASS = re.compile(r"\[([:=]+)\]")
 
 
 def counted_by(unit: Unit) -> str:
-    """What a rate counts: `step`, `token`; "" if its unit does not say so."""
-    of = {"tok": "token", "img": "image", "seq": "sequence"}.get(unit.of.rstrip("s"), unit.of)
-    return "step" if of and STEP_WORDS.fullmatch(of) else of.rstrip("s")
+    """What a rate counts or a time is spent for: `step`, `token/gpu`; "" if the unit of a rate does
+    not say so."""
+    first, _, others = unit.of.lower().partition("/")
+    first = {"tok": "token", "img": "image", "seq": "sequence"}.get(first.rstrip("s"), first)
+    is_step = STEP_WORDS.fullmatch(first) and (first or not unit.is_rate)
+    first = "step" if is_step else first.rstrip("s")
+    return f"{first}/{others}" if others else first
 
 
-def unit_named(word: str) -> Unit | None:
-    """The unit that a word states: `ms`, `s/it`, `kit/s`, `TFLOP/s`, `it/min`; None if it is
-    none."""
-    head, _, rest = word.partition("/")
-    name, per = SPELLINGS.get(head, head), rest.partition("/")[0]
-    per = SPELLINGS.get(per, per)
-    if name in LENGTHS and per not in LENGTHS:
-        return Unit(name, False, LENGTHS[name], rest)
-    if head.endswith("Hz") and head[:-2] in ("", *PREFIXES):
-        return Unit(RATE, True, PREFIXES.get(head[:-2], 1.0))
-    if per in LENGTHS and head:
-        counted = COUNTED.fullmatch(head)
-        prefix, of = (counted[1], counted[2]) if counted else ("", head)
-        return Unit(RATE, True, PREFIXES.get(prefix, 1.0) / LENGTHS[per], of)
-    return None
+def unit_named(word: str, by_name: bool = False) -> Unit | None:
+    """The unit that a word states: `ms`, `s/it`, `kit/s`, `it/min`, `/s`; None if it is none.
+
+    by_name: `word/unit` may be a quantity and its unit, as in `latency/ms`, so it is a rate only if
+    the word is something that is counted.
+    """
+    head, *parts = re.split(f"[/{PER}]", word)
+    name = SPELLINGS.get(head.lower())
+    at = next((i for i, part in enumerate(parts) if part.lower() in SPELLINGS), None)
+    if at is None:
+        if name:
+            return Unit(name, False, LENGTHS[name], "/".join(parts))
+        if head.endswith("Hz") and head[:-2] in ("", *PREFIXES):
+            return Unit(RATE, True, PREFIXES.get(head[:-2], 1.0))
+        return Unit(RATE, True, 1.0, head) if INITIALS.fullmatch(word) and not by_name else None
+    counted = COUNTED.fullmatch(head)
+    if name or (by_name and not counted and PER not in word):
+        return None
+    prefix, of = (counted[1], counted[2]) if counted else ("", head)
+    of = "/".join(["" if of == "1" else of, *parts[:at], *parts[at + 1 :]])
+    length = LENGTHS[SPELLINGS[parts[at].lower()]]
+    return Unit(RATE, True, PREFIXES.get(prefix, 1.0) / length, of)
 
 
-def unit_at(text: str) -> Unit | None:
-    """The unit with which a text begins; None if it begins with another word."""
-    match = WORD.match(text)
-    unit = unit_named(match[1]) if match else None
-    if match and match[2]:  # s^-1
-        return None if not unit or unit.is_rate else Unit(RATE, True, 1 / unit.factor)
-    return unit
+def in_one_word(text: str) -> str:
+    """A text in which each division is in one word: `it/s` for `it / s`, `it per s`, `it s^-1`."""
+    return SLASH.sub("/", PER_WORD.sub(PER, INVERSE.sub(rf"{PER}\1", text)))
 
 
 def unit_after(line: str, end: int) -> Unit | None:
-    """The unit that a line states directly after a number, and not before another one."""
-    match = re.match(r" ?\[?", line[end : end + WINDOW])
-    rest = PER.sub("/", line[end + (match.end() if match else 0) : end + WINDOW])
-    if prefix := re.match(r"([kKMG])(?![\w/])", rest):
-        return Unit(RATE, True, PREFIXES[prefix[1]])
-    if MINUTES.match(line[end : end + WINDOW]):
+    """The unit that a line states next to the end of a number, and not before another number."""
+    text = line[end : end + WINDOW]
+    if MINUTES.match(text):
         return Unit("min", False, 60.0)
+    if prefix := re.match(r" ?\[?([kKMG])(?![\w/])", text):  # 1.5K tok/s
+        unit = unit_in(text[prefix.end() :])
+        unit = unit if unit and unit.is_rate else UNITS[RATE]
+        return unit._replace(factor=unit.factor * PREFIXES[prefix[1]])
+    return unit_in(text)
+
+
+def unit_in(text: str) -> Unit | None:
+    """The unit with which a text after a number begins."""
+    gap = GAP.match(text)
+    skipped = gap[0] if gap else ""
+    rest = in_one_word(text[len(skipped) :])
     word = WORD.match(rest)
-    if not word or re.match(r"\s?[:=(]", rest[word.end() :]):
+    if not word or (skipped and IS_NAME.match(rest, word.end())):
         return None
-    return unit_at(rest)
+    if skipped.strip() and re.match(r"\s[-.\d]", rest[word.end() :]):
+        return None
+    return unit_named(word[1])
+
+
+def unit_before(text: str) -> Unit | None:
+    """The unit with which the text before a number ends: `Time (ms): `, `it/s=`."""
+    rate = BEFORE.search(in_one_word(text))
+    unit = unit_named(rate[1], by_name=True) if rate else None
+    if unit and (unit.is_rate or unit.of):
+        return unit
+    stated = BEFORE.search(text)
+    unit = unit_named(stated[1], by_name=True) if stated else None
+    if not stated or not unit or unit.is_rate:
+        return None
+    return named_time(text[: stated.start()], unit)
+
+
+def unit_near(line: str, start: int, end: int) -> Unit | None:
+    """The unit that a line states next to a number: after it, or in the name before it."""
+    text = line[max(0, start - WINDOW) : start]
+    return unit_after(line, end) or (None if OF_ANOTHER.search(text) else unit_before(text))
+
+
+def words_near(line: str, start: int, end: int) -> str:
+    """What else a line says of the unit of a number: `8it` of `s/8it: 5`, `Kit` of `5Kit`."""
+    several = SEVERAL.search(line[max(0, start - WINDOW) : start])
+    joined_to = JOINED.match(line, end)
+    return several[1] if several else joined_to[0] if joined_to else ""
 
 
 def unit_in_pattern(before: str, after: str) -> Unit | None:
@@ -146,36 +220,29 @@ def unit_in_pattern(before: str, after: str) -> Unit | None:
     before, after: the text of the pattern before and after the group.
     """
     found = set()
-    plain = PER.sub("/", re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", after)))
+    plain = in_one_word(re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", after)))
     plain = plain.removeprefix(" ").removeprefix("[")
     if word := WORD.match(plain):
         follows = plain[word.end() : word.end() + 1]
         if follows not in ("?", "*", "{", "[", ".", "(", "\\"):
-            found.add(unit_at(plain))
+            found.add(unit_named(word[1], by_name=True))
     plain = CLASS.sub(lambda match: match[1][0], re.sub(r"[\"']\?$", "", before))
-    plain = re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", plain))[-WINDOW:]
-    if stated := BEFORE.search(plain):
-        named = unit_named(stated[2])
-        if named and stated[1] and not named.is_rate:  # per second
-            named = Unit(RATE, True, 1 / named.factor)
-        elif named and not named.is_rate and not is_time_named(plain[: stated.start()], named):
-            named = None
-        found.add(named)
+    found.add(unit_before(re.sub(r"\\(\W)", r"\1", SKIPPED.sub(" ", plain))[-WINDOW:]))
     found.discard(None)
     return found.pop() if len(found) == 1 else None
 
 
-def is_time_named(text: str, unit: Unit) -> bool:
-    """Whether the number after a unit of time is a time: `step_time_s`, not `toks_per_gpu_s`.
-    text: before the unit."""
+def named_time(text: str, unit: Unit) -> Unit | None:
+    """The unit of time at the end of a name if the name is that of a time: `step_time_s`, not
+    `toks_per_gpu_s`. text: before the unit."""
     name = NAME.search(text)
     words = re.findall(r"[A-Za-z]+", name[0] if name else "")
     of_time = [i for i, word in enumerate(words) if OF_TIME.fullmatch(word)]
+    is_guess = not of_time and unit.factor >= 1
     of_time += [len(words) - 1] if words and OF_STEP.fullmatch(words[-1]) else []
     per = [i for i, word in enumerate(words) if word.lower() == "per"]
-    if per:
-        return bool(of_time) and of_time[0] < per[0]
-    return bool(of_time) or unit.factor < 1
+    is_time = bool(of_time) and of_time[0] < per[0] if per else bool(of_time) or unit.factor < 1
+    return unit._replace(is_guess=is_guess) if is_time else None
 
 
 def groups_in(pattern: str) -> list[tuple[str, str, str]]:
@@ -287,6 +354,8 @@ def rest_of(line: str, start: int, end: int, before: str, after: str) -> str:
     """
     taken = line[start:end]
     right = REST.match(line[end : end + WINDOW])
+    if taken[-1:].isdigit() and line[end : end + 1].isnumeric():  # also 2\u00bd, 12\u4e07
+        return taken + (right[0] if right else line[end])
     if taken[-1:].isdigit() and right and not separates(after, right[0][0]):
         is_list = right[0][0] == "," and re.search(r"[.,]\d", taken)  # 1.5,125: two numbers
         if not is_list or re.fullmatch(r"\d{1,3}(,\d{3})+", taken + right[0]):
@@ -305,7 +374,7 @@ def rest_of(line: str, start: int, end: int, before: str, after: str) -> str:
         elif char == ":" or (char in "'\u2019" and not in_threes):  # 1'02: minutes
             is_part = bool(re.match(r"[0-5]\d(?!\d)", taken))
         else:
-            is_part = in_threes or char not in SEPARATORS
+            is_part = in_threes or char == "_" or char not in SEPARATORS
         if is_part:
             return left[0] + taken
     return ""

@@ -19,7 +19,6 @@ import numpy as np
 from analysis.logs.numbers import (
     RATE,
     SECONDS,
-    STEP_WORDS,
     UNITS,
     WINDOW,
     Neighbor,
@@ -36,6 +35,9 @@ from analysis.logs.numbers import (
     suspect,
     unit_after,
     unit_in_pattern,
+    unit_named,
+    unit_near,
+    words_near,
 )
 from analysis.logs.patterns import NEW_LINE, Read, lines_in, text_of
 from analysis.logs.series import after_skip, restarts, slow_start
@@ -50,6 +52,7 @@ from analysis.runs.load import (
     find,
     index,
     loads_from_file,
+    remove_fields,
     timed,
 )
 from analysis.show import clean, is_number
@@ -70,7 +73,8 @@ NO_COUNTER = re.compile(
     r"(?i:attempt|restart|retry|retries|requeue)\w*\W{0,3}\d+"
 )
 DATE = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d")
-PER_SEVERAL = re.compile(r" ?[A-Za-z]+/\d+[A-Za-z]+")  # s/100it
+PER_SEVERAL = re.compile(r" ?[A-Za-z]+(?: ?/ ?| per )\d+ ?[A-Za-z]+")  # s/100it
+IS_UNIT = re.compile(r"(?i)(?:.*[_./ -])?units?")
 HAS_DIGIT = re.compile(r"\d")
 INTEGER = re.compile(r"(?<![\w.-])\d{1,12}(?!\w|[.,]\d)")
 
@@ -106,10 +110,10 @@ class Steps:
     def units(self) -> list[Unit | None]:
         """The unit of each group, or that of a field."""
         names = {number: name for name, number in self.pattern.groupindex.items()}
+        known = self.stated
         if self.unit:
-            known: list[Unit | None] = [UNITS[self.unit]] * len(self.stated)
-        else:
-            known = self.stated
+            unit = UNITS[self.unit]
+            known = [one if one and one.is_rate and unit.is_rate else unit for one in known]
         return [UNITS.get(names.get(i, ""), unit) for i, unit in enumerate(known, 1)]
 
     @cached_property
@@ -125,7 +129,7 @@ class Steps:
         units = [unit for unit in self.units if unit]
         if units and all(unit.is_rate for unit in units):
             return "1 / rate"
-        others = [u.of for u in units if not u.is_rate and not STEP_WORDS.fullmatch(u.of)]
+        others = [of for unit in units if not unit.is_rate and (of := counted_by(unit)) != STEP]
         return f"time per {others[0]}" if others else STEP
 
     @property
@@ -158,7 +162,7 @@ class Found(NamedTuple):
     leading: int = 0  # slow steps at the beginning of attempts, which were left out
     mark: str = "."  # the decimal mark
     span: tuple[str, str] | None = None  # the times of day of the first and of the last match
-    counted: frozenset[str] = frozenset()  # what rates count, such as steps
+    counts: str = ""  # what the numbers count, such as steps
 
 
 class NoMatchError(ValueError):
@@ -217,10 +221,7 @@ def steps_of(args: argparse.Namespace, others: Mapping[str, Any]) -> Steps | Non
         raise ValueError(f"{what}, whose groups are named after their units")
     for stated in steps.stated if args.unit else ():
         unit = UNITS[args.unit]
-        if stated and (stated.is_rate, stated.is_rate or stated.factor) != (
-            unit.is_rate,
-            unit.is_rate or unit.factor,
-        ):
+        if stated and not stated.is_guess and differs(stated, unit):
             what = f"--unit {args.unit} contradicts the unit in {shown(steps.text)}"
             name = f"{stated.of}/s" if stated.is_rate else stated.name
             raise ValueError(f"{what}, which is {name}; leave --unit out")
@@ -363,7 +364,18 @@ def fields_in(text: str, steps: Steps, path: str) -> Iterator[Match]:
             got = f"got a {type(value).__name__}"
             raise ValueError(f"{where}: expected a number in {shown(steps.text)}, {got}")
         integers = [int(one) for one in entry.values() if str(one).isdecimal() and len(one) < 13]
+        refuse_other_unit(entry, steps, where)
         yield Match(where, value, 0, len(value), 1, integers)
+
+
+def refuse_other_unit(entry: dict[str, Any], steps: Steps, where: str) -> None:
+    """Raise ValueError if a field such as `unit` beside the number names another unit."""
+    (unit,) = steps.units
+    for name, value in entry.items():
+        named = isinstance(value, str) and IS_UNIT.fullmatch(name) and unit_named(value)
+        if named and unit and differs(named, unit):
+            what = f"{where}: expected numbers in {unit.name}, got {shown(f'{name}: {value}')}"
+            raise ValueError(f"{what}; e.g. --unit {RATE if named.is_rate else named.name}")
 
 
 def field_of(entry: dict[str, Any], name: str) -> Any:
@@ -405,7 +417,7 @@ def times_of(matches: Sequence[Match], steps: Steps, path: str, mark: str = "") 
     refuse_columns(matches, steps)
     mark = mark_of(matches, texts, steps, path, mark)
     times_s: list[float] = []
-    counted = set[str]()
+    counts: dict[str, Match] = {}  # the first match of each
     numbers: dict[tuple[bool, float], list[float]] = defaultdict(list)  # by unit
     last_digits: dict[tuple[bool, float], list[float]] = defaultdict(list)
     for match, text in zip(matches, texts, strict=True):
@@ -414,7 +426,7 @@ def times_of(matches: Sequence[Match], steps: Steps, path: str, mark: str = "") 
             what = f"{match.where}: expected a number above 0, got {shown(text)}"
             raise ValueError(f"{what}; {EXAMPLE}")
         unit = unit_of_match(match, steps)
-        counted.add(counted_by(unit) if unit.is_rate else "")
+        counts.setdefault(counted_by(unit), match)
         times_s.append(1 / (value * unit.factor) if unit.is_rate else value * unit.factor)
         numbers[unit.is_rate, unit.factor].append(value)
         last_digits[unit.is_rate, unit.factor].append(last_digit)
@@ -422,7 +434,7 @@ def times_of(matches: Sequence[Match], steps: Steps, path: str, mark: str = "") 
     shares = [share_of_last_digit(numbers[unit], last_digits[unit]) for unit in numbers]
     slow = set(slow_start(times_s, starts))
     steady = [time_s for i, time_s in enumerate(times_s) if i not in slow]
-    of = frozenset(counted - {""})
+    of = one_of(counts, steps)
     return Found(steady, max(shares), len(slow), mark, span_of(matches), of)
 
 
@@ -438,6 +450,20 @@ def share_of_last_digit(numbers: Sequence[float], last_digits: Sequence[float]) 
         unit for unit, power in zip(last_digits, powers[1:], strict=True) if power == powers[0]
     ]
     return min(alike or last_digits) / middle
+
+
+def one_of(counts: dict[str, Match], steps: Steps) -> str:
+    """What the numbers of a log count. Raises ValueError if they count several things."""
+    if len(counts) > 1:
+        counts.pop("", None)
+    (of, first), *others = counts.items()
+    if others:
+        other, match = others[0]
+        what = f"{match.where}: expected numbers per {of}, as in {first.where.rsplit(', ', 1)[-1]}"
+        raise ValueError(
+            f"{what}, got a number per {other}; e.g. a longer pattern than {shown(steps.text)}"
+        )
+    return of
 
 
 def span_of(matches: Sequence[Match]) -> tuple[str, str] | None:
@@ -466,7 +492,8 @@ def around(match: Match, steps: Steps) -> tuple[str, str, str]:
 
 def refuse_part(match: Match, got: str, whole: str) -> None:
     what = f"{match.where}: expected a group around the whole number {shown(whole)}"
-    raise ValueError(rf"{what}, got {shown(got)}; e.g. ([\d.,e+-]+)")
+    hint = r"e.g. ([\d.,e+-]+)" if form_of(whole) else "numbers such as 1234.5 and 1.2e3 are read"
+    raise ValueError(f"{what}, got {shown(got)}; {hint}")
 
 
 def refuse_columns(matches: Sequence[Match], steps: Steps) -> None:
@@ -530,16 +557,25 @@ def unit_of_match(match: Match, steps: Steps) -> Unit:
         got = clean(match.line[match.start : several.end()])
         what = f"{match.where}: expected the time or rate of one step, got {shown(got)}"
         raise ValueError(f"{what}; compare logs with one step per number")
-    stated = unit_after(match.line, match.end)
+    stated = unit_near(match.line, match.start, match.end)
     if not stated:
-        return unit
-    if stated.is_rate and unit.is_rate:
-        return stated if stated.of or stated.factor != 1 else unit
-    if (stated.is_rate, stated.factor) != (unit.is_rate, unit.factor):
-        got = clean(match.line[match.start : match.end + 8].strip())
+        words = words_near(match.line, match.start, match.end)
+        return unit._replace(of=words) if words else unit
+    if differs(stated, unit):
+        if stated.is_guess:
+            return unit
+        is_after = unit_after(match.line, match.end)
+        first = match.start if is_after else max(0, match.start - WINDOW // 2)
+        got = clean(match.line[first : match.end + 8].strip())
         what = f"{match.where}: expected numbers in {unit.name}, got {shown(got)}"
         raise ValueError(rf"{what}; e.g. --step '(?P<ms>[\d.]+) ?ms|(?P<s>[\d.]+) ?s'")
-    return unit
+    return stated if stated.of or stated.factor != 1 else unit
+
+
+def differs(a: Unit, b: Unit) -> bool:
+    """Whether one is a time and the other a rate, or a time in another unit. Rates of any factor
+    are converted."""
+    return (a.is_rate, a.is_rate or a.factor) != (b.is_rate, b.is_rate or b.factor)
 
 
 # -- runs and reports ------------------------------------------------------------------------------
@@ -547,7 +583,7 @@ def unit_of_match(match: Match, steps: Steps) -> Unit:
 
 def case_of(found: Found, steps: Steps) -> Case:
     """A log as a case of a report."""
-    key = {"step": steps.text}
+    key = {"step": steps.text, "counts": found.counts or "not stated"}
     name = steps.measure
     case = Case(key=key, name=name, ranks=[0], samples_s={steps.measure: [found.times_s]})
     metric = "step_s" if name == STEP else "median_time_s"
@@ -559,9 +595,9 @@ def case_of(found: Found, steps: Steps) -> Case:
     return case
 
 
-def load_logs(words: Sequence[str], steps: Steps) -> list[Run]:
+def load_logs(words: Sequence[str], steps: Steps, ignore: Sequence[str] = ()) -> list[Run]:
     """One run per log that the paths, folders and patterns name, in this order. Logs of a folder
-    without a match are left out.
+    without a match are left out. ignore: fields to remove from the keys.
 
     Raises ValueError with a message of one line.
     """
@@ -572,6 +608,10 @@ def load_logs(words: Sequence[str], steps: Steps) -> list[Run]:
     counts = sorted({len(row.times_s) for run in runs for row in run.rows.values()})
     noun = "match" if counts[-1:] == [1] else "matches"
     many = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    remove_fields(runs, ignore)
+    if not steps.unit and any(unit and unit.is_guess for unit in steps.units):
+        what = f"{shown(steps.text)} was read as a time because of its name"
+        runs[0].remarks.append(f"{what}; if it is a rate, --unit 1/s turns the verdict around")
     for run in runs:
         for row in run.rows.values():
             row.time_is = f"median of {many} {noun} of --step"
@@ -630,7 +670,7 @@ def run_of(path: str, digest: str, found: Found, steps: Steps) -> Run:
     run = Run(BENCHMARK, {}, path, argv=[], started_at="", status="complete", label=path)
     run.digest = digest
     run.loads = loads_from_file(path)
-    run.span, run.counted = found.span, found.counted
+    run.span = found.span
     index(run, [timed(case_of(found, steps), None)], "")
     return run
 

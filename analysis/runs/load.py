@@ -102,7 +102,7 @@ class Run(Report):
     report in the file. loads: for each node, the cores used by other processes and the number of
     cores; empty if not recorded. synchronized: the program waits for the device in each iteration.
     remarks: lines about the file, for the user. span: the first and the last date and time in the
-    lines of a log, as text. counted: what the rates in a log count, such as steps.
+    lines of a log, as text.
     """
 
     rows: dict[str, Row] = field(default_factory=dict)
@@ -113,7 +113,6 @@ class Run(Report):
     synchronized: bool = False
     remarks: list[str] = field(default_factory=list)
     span: tuple[str, str] | None = None
-    counted: frozenset[str] = frozenset()
 
     @property
     def resumed(self) -> str:

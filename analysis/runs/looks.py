@@ -43,8 +43,9 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     """`verdicts.compare`, with looks at the means of steps that stall or are of two kinds."""
     are_logs = all(is_log(run) for run in [*base, *test])
     lines: list[str] = []
-    if are_logs:
-        lines += [*remarks_of(base, "BASE"), *remarks_of(test, "TEST"), *count_lines(base, test)]
+    for side, runs in {"BASE": base, "TEST": test}.items() if are_logs else ():
+        refuse_mixture(runs, side)
+        lines += remarks_of(runs, side)
     if are_logs and not design.paired:
         base, test, of_jobs = one_run_per_job(base, test)
         lines += of_jobs
@@ -157,6 +158,15 @@ def decide_implausible(cases: Sequence[Result]) -> None:
 # -- lines -----------------------------------------------------------------------------------------
 
 
+def refuse_mixture(runs: Sequence[Run], side: str) -> None:
+    """Raise ValueError if some logs of a side count other things, such as tokens, than the rest."""
+    one_of = {str(row_of(run).key.get("counts")): run for run in runs}
+    if len(one_of) > 1:
+        which = " and ".join(f"{of} ({run.label})" for of, run in list(one_of.items())[:2])
+        what = f"the numbers of {side} count different things: {which}"
+        raise ValueError(f"{what}; --ignore-key counts joins them")
+
+
 def remarks_of(runs: Sequence[Run], side: str) -> list[str]:
     """Lines about files, slow starts and implausible units."""
     lines = [remark for run in runs for remark in run.remarks]
@@ -173,15 +183,6 @@ def remarks_of(runs: Sequence[Run], side: str) -> list[str]:
     elif middle > LONG_S:
         lines.append(f"a step takes {show_time(middle)} in {side}; is its unit right?")
     return lines
-
-
-def count_lines(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
-    """A line if the rates in the logs of the sides count different things."""
-    counted = [sorted({one for run in runs for one in run.counted}) for runs in (base, test)]
-    if not all(counted) or counted[0] == counted[1]:
-        return []
-    ours, theirs = (f"{cut(names, 3)}/s" for names in counted)
-    return [f"the rates are {ours} in BASE and {theirs} in TEST: do they count the same?"]
 
 
 def stall_lines(base: Sequence[Row], test: Sequence[Row], label: str, are_logs: bool) -> list[str]:

@@ -142,7 +142,6 @@ MISTAKES = [
     ("ab", "--a x --b y --b z --out ab", "expected one command B, quoted as one argument, got 2"),
     ("ab", "--a x --out ab --unit ms", "--unit requires --step"),
     ("ab", "--a x --out ab --step '(.*) ms' --interleave", "--interleave applies to reports, and"),
-    ("ab", "--a x --out ab --step '(.*) ms' --ignore-key x", "--ignore-key applies to reports, an"),
 ]
 # other required arguments of a script
 NEEDED = {"replay": "trace", "traffic": "--ranks 1 --mesh dp1"}

@@ -53,6 +53,10 @@ def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float
             [0.5, 1.25],
         ),
         ("a 5 ms\r\nb 6 ms\r\n", r"^\w (\d+) ms$", "ms", [0.005, 0.006]),
+        ("10-20:t=5.5,~6\n", r"t=([\d.]+)", "s", [5.5]),
+        ("rank=0|5.5ms|3/100;5.1%,(2)6\n", r"([\d.]+)ms", "ms", [0.0055]),
+        ("mean 5.5\u00b10.2 ms, 5+-1\n", r"mean ([\d.]+)", "ms", [0.0055]),
+        ("512.3/s (0.6s)\n", r"^([\d.]+)", "1/s", [1 / 512.3]),
         # not part of a number: the pattern continues after the group
         ("1.5,125,7\n", r"^([\d.]+)", "s", [1.5]),
         ("125,300\n", r"^(\d+),", "s", [125.0]),
@@ -126,12 +130,20 @@ def flags(*words: str) -> argparse.Namespace:
         (r"([\d.]+) it/min", (True, 1 / 60, "1 / rate")),
         ("epoch_step_s", (False, 1.0, "step")),
         ("time_per_token_s", (False, 1.0, "step")),
+        (r"tokens / s: ([\d.]+)", (True, 1.0, "1 / rate")),
+        (r"\[1/s\] ([\d.]+)", (True, 1.0, "1 / rate")),
+        (r"seconds_per_step=([\d.]+)", (False, 1.0, "step")),
+        # a quantity and its unit, unless the quantity is something that is counted
+        (r"latency/ms: ([\d.]+)", None),
+        (r"Step time/s: ([\d.]+)", None),
+        (r"([\d.]+) dt/ms", None),
+        ("step_time/ms", None),
+        ("t/ms", None),
         # names that may be those of rates
         ("toks_per_gpu_s", None),
         (r"tokens per GPU-second: ([\d.]+)", None),
         ("tok_s", None),
         (r"speed \(s\): ([\d.]+)", None),
-        (r"tokens / s: ([\d.]+)", None),
         (r"steps_s=([\d.]+)", None),
         # elsewhere, two at once, or none
         (r"iteration \(ms\): .* rate: ([\d.]+)", None),
@@ -172,6 +184,16 @@ def test_a_unit_that_contradicts_the_pattern(words: str, unit: str, message: str
         steps_of(flags("--step", words, "--unit", unit), {})
 
 
+# not in s: rates and times, next to the number on either side
+OTHER_UNITS = [
+    *("2.5 steps/S", "2.5 /s", "2.5/ s", "(it/s): 2.5", "2.5 it per s", "2.5 tok/GPU/s"),
+    *("2.5 widgets/s", "2.5 fps", "2.5 (ips)", "2.5 [1/s]", "[1/s]: 2.5", "2.5 (s^-1)"),
+    *("2.5 s**-1", "2.5 it s^{-1}", "s^-1: 2.5", "2.5 it\u00b7s\u207b\u00b9", "2.5 (ms)", "2.5 MS"),
+    *("2.5, ms", "2.5\tms", "2.5\u00a0ms", "2.5-ms", "2.5_ms", "(ms): 2.5", "ms=2.5", "2.5 millis"),
+    *("2.5 Milliseconds", '2.5, "unit": "ms"'),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "words", "unit", "expected"),
     [
@@ -184,8 +206,19 @@ def test_a_unit_that_contradicts_the_pattern(words: str, unit: str, message: str
         ("at 2 steps per second\n", r"at ([\d.]+)", "s", "expected numbers in s, got '2 steps p"),
         ("took 5 s/100it\n", r"took ([\d.]+) s", "s", "of one step, got '5 s/100it'"),
         ("at 4 Hz\n", r"at ([\d.]+)", "s", "expected numbers in s, got '4 Hz'"),
+        ("30 it/min\n", r"([\d.]+)", "1/s", [2.0]),
+        ("it/min: 30\nit/s: 3\n", r": ([\d.]+)", "1/s", [2.0, 1 / 3]),
+        ("1.5K tok/s\n800 tok/s\n", r"([\d.]+)", "1/s", [1 / 1500, 1 / 800]),
         # the name of the next field is not a unit
         ("took 5 s: 7\n", r"took ([\d.]+)", "ms", [0.005]),
+        ("took 5, ms 7\n", r"took ([\d.]+)", "s", [5.0]),
+        ("took 5 (min 4)\n", r"took ([\d.]+)", "s", [5.0]),
+        ("3.2 it/s 0.31\n", r" ([\d.]+)$", "s", [0.31]),  # nor is that of another number
+        # a name of which only --unit says what it means
+        ("iter_s: 5\n", r": ([\d.]+)", "1/s", [0.2]),
+        ("latency/ms: 5\n", r": ([\d.]+)", "ms", [0.005]),
+        ("widgets/s: 5\n", r": ([\d.]+)", "1/s", [0.2]),
+        *((f"t {text}\n", r"(2\.5)", "s", "line 1: expected numbers in s") for text in OTHER_UNITS),
     ],
 )
 def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[float] | str) -> None:
@@ -194,6 +227,11 @@ def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[flo
             seconds(text, words, unit)
     else:
         assert seconds(text, words, unit) == pytest.approx(expected, rel=1e-12)
+
+
+# what joins two digits without a space
+PARTS = [["9.8*10^2"], ["9.8D+02"], ["1.2^3"], ["1`110.0"], ["1\u00b4110.0"], ["1\u00b7110.0"]]
+PARTS += [["1\u066c234.5"], ["5~6"], ["0x20"], ["1e5"], ["1_0000.5"]]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +282,12 @@ def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[flo
         (["95%"], r"took ([\d.]+)", "the whole number '95%', got '95'"),
         (["12.5"], r"took (\d+).*s", "the whole number '12.5', got '12'"),
         (["990.0", "1 013.0"], r"took ([\d.]+) s", "line 2: expected no separator of thousands"),
+        *((part, r"took ([\d.]+)", "whole number") for part in PARTS),
+        *((part, r"([\d.]+) s", "whole number") for part in PARTS),
+        (["-5"], r"([\d.]+) s", "the whole number '-5', got '5'"),
+        (["12s500m"], r"took ([\d.]+)", "the whole number '12s500', got '12'"),
+        (["1.2 x 10^2"], r"took ([\d.]+)", r"the whole number '1.2 x 10\^', got '1.2'"),
+        (["1.2\u4e07"], r"took ([\d.]+)", "the whole number '1.2\u4e07', got '1.2'"),
         (["1,00,000.5"], r"took ([\d.,]+)", "expected a number above 0, got '1,00,000.5'"),
     ],
 )
@@ -366,6 +410,10 @@ def test_fields_within_fields_and_unknown_fields() -> None:
         seconds(text, "perf.step", "s")
     with pytest.raises(ValueError, match="expected JSON with a field 'tps', or a pattern"):
         seconds("tps 5\n", "tps", "s")
+    one = '{"step_time": 250, "unit": "ms", "loss_unit": "nats"}\n'
+    assert seconds(one, "step_time", "ms") == [0.25]
+    with pytest.raises(ValueError, match=r"expected numbers in s, got 'unit: ms'; e.g. --unit ms"):
+        seconds(one, "step_time", "s")
     with pytest.raises(ValueError, match=r"line 1: expected a number in 'tps', got a list"):
         seconds('{"tps": [1]}', "tps", "1/s")
 
@@ -385,8 +433,7 @@ def write_log(path: Path, times_ms: list[float], form: str = "step {} took {:.2f
     [
         ("took {:.0f} ms", "took {:.0f} ms", MS, "slower"),
         ("took {:.0f} ms", "took 1.{:03.0f} ms", MS, "undecided"),  # 968 ms, 1.047 ms
-        ("took {:.1f} ms", "took 1\u066c{:05.1f} ms", r"([\d.]+) ms", "undecided"),
-        ("took {:.1f} ms", "took 1.{:03.0f} Seconds", r"took ([\d.]+)", "undecided"),
+        ("took {:.1f} ms", "took 1.{:03.0f} Sek.", r"took ([\d.]+)", "undecided"),
     ],
 )
 def test_another_unit_is_no_change_of_speed(
@@ -407,14 +454,48 @@ def test_another_unit_is_no_change_of_speed(
     ]
 
 
-def test_rates_of_different_things(tmp_path: Path) -> None:
-    """8 samples per step: 2.5 steps/s are 20 samples/s."""
-    old = write_log(tmp_path / "old.log", [2.5] * 3, "step {} at {} it/s")
-    for words, line in (("{} at {} samples/s", True), ("{} at {} steps/s", False)):
-        new = write_log(tmp_path / "new.log", [20] * 3, words)
-        done = run("compare.py", old, "--test", new, "--step", "at (.*) ", "--unit", "1/s")
-        text = "the rates are step/s in BASE and sample/s in TEST: do they count the same?"
-        assert (text in done.stdout) == line, done.stdout
+@pytest.mark.parametrize(
+    ("base", "test", "unit", "differ"),
+    [
+        ("2.5 it/s", "20 samples/s", "1/s", "step in BASE, sample in TEST"),
+        ("2.5 it/s", "20 steps/s", "1/s", ""),
+        ("100 tok/s/gpu", "800 tokens/s", "1/s", "token/gpu in BASE, token in TEST"),
+        ("800 tokens/s", "1.6K tok/s", "1/s", ""),
+        ("10 ms/token", "50 ms/step", "ms", "token in BASE, step in TEST"),
+        ("10 ms", "50 ms/step", "ms", ""),
+        ("10 ms", "12 ms/microbatch", "ms", "step in BASE, microbatch in TEST"),
+        ("tok/s/gpu: 100", "tok/s: 800", "1/s", "token/gpu in BASE, token in TEST"),
+        ("ms per 10 steps: 50", "ms per 100 steps: 500", "ms", "10 step in BASE, 100 step in TEST"),
+        ("1.5Mi", "1.2Ti", "1/s", "mi in BASE, ti in TEST"),
+    ],
+)
+def test_logs_that_count_different_things(
+    base: str, test: str, unit: str, differ: str, tmp_path: Path
+) -> None:
+    """100 tokens per second and GPU are 800 per second on 8 GPUs, and no change."""
+    old, new = (
+        write_log(tmp_path / f"{text != base}.log", [1.0] * 3, text) for text in (base, test)
+    )
+    words = ["compare.py", old, "--test", new, "--step", r"([\d.]+)[ /\w]*$", "--unit", unit]
+    done = run(*words)
+    what = f"the keys differ in counts ({differ}); --ignore-key counts joins these cases\n"
+    assert (done.returncode, done.stderr.endswith(what)) == ((2, True) if differ else (0, False))
+    assert run(*words, *(["--ignore-key", "counts"] if differ else [])).returncode == 0
+
+
+def test_a_side_counts_one_thing(tmp_path: Path) -> None:
+    """In a log, and in the logs of a side."""
+    with pytest.raises(
+        ValueError, match=r"line 2: expected .* per step, .* line 1, got .* sample;"
+    ):
+        seconds("2.5 it/s\n20 samples/s\n", r"([\d.]+)", "1/s")
+    words = ["it/s", "samples/s", "it/s"]
+    logs = [write_log(tmp_path / f"{i}.log", [2.5] * 3, "{1} " + of) for i, of in enumerate(words)]
+    sides = ["compare.py", *logs[:2], "--test", logs[2], "--step", r"([\d.]+)", "--unit", "1/s"]
+    error = run(*sides).stderr
+    assert "the numbers of BASE count different things: step (" in error
+    assert error.endswith("sample (" + logs[1] + "); --ignore-key counts joins them\n")
+    assert run(*sides, "--ignore-key", "counts").returncode == 0
 
 
 def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
@@ -430,8 +511,9 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     done = run(*words)
     assert done.returncode == 1, done.stderr
     assert "# torchrun-bench compare log (step): 3 of BASE, 3 of TEST; margin 2%" in done.stdout
-    count_as = "the numbers count as times (the lower, the faster)"
-    assert f"time of a run: median of 3 matches of --step; {count_as}\n" in done.stdout
+    assert "time of a run: median of 3 matches of --step\n" in done.stdout
+    read_as = "# the numbers of the logs were read as times: the lower, the faster\n"
+    assert f"# 1 slower [load not recorded]\n{read_as}" in done.stdout
     row = r"^step +101.0 ms +121.2 ms +1.20x slower +1.17\d to 1.22\d +slower \[load not .*\]$"
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert "--fail-on slower: failed (1 slower [load not recorded])" in done.stdout
@@ -440,10 +522,17 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
         path.write_text(path.read_text().replace(" ms", " it/s"))
     rates = run(*words[:4], "--step", r"took ([\d.]+)", "--skip", "2", "--unit", "1/s")
     assert "compare log (1 / rate)" in rates.stdout
-    assert "the numbers count as rates (the higher, the faster)\n" in rates.stdout
+    assert "the numbers of the logs were read as rates: the higher, the faster\n" in rates.stdout
     assert re.search(r"^1 / rate .* 1.20x faster", rates.stdout, re.MULTILINE), rates.stdout
+    # a name that does not say which of the two it is
     for path in tmp_path.rglob("*.log"):
-        path.write_text(path.read_text().replace(" it/s", " ms"))
+        path.write_text(path.read_text().replace("took", "iter_s:").replace(" it/s", ""))
+    for unit, way in (((), "slower"), (("--unit", "1/s"), "faster")):
+        named = run(*words[:4], "--step", r"iter_s: ([\d.]+)", "--skip", "2", *unit).stdout
+        assert re.search(rf" 1.20x {way}", named), named
+        assert ("because of its name; if it is a rate, --unit 1/s" in named) == (not unit)
+    for path in tmp_path.rglob("*.log"):
+        path.write_text(re.sub(r"iter_s: (\S+)", r"took \1 ms", path.read_text()))
     one = run("compare.py", f"{old}/0.log", "--test", f"{new}/0.log", "--step", MS)
     assert "one run per side does not show how much runs vary" in one.stdout
     assert "# 1 undecided\n" in one.stdout
