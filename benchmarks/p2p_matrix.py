@@ -73,6 +73,7 @@ from benchmarks.workloads.links import (
 from benchmarks.workloads.outliers import (
     MARGIN,
     SIGMAS,
+    Component,
     Crowd,
     Findings,
     Names,
@@ -411,6 +412,31 @@ def draw(links: list[Link], members: int, path: str) -> None:
 # -- the answer ------------------------------------------------------------------------------------
 
 
+def is_unsteady(link: Link) -> bool:
+    """Whether the median sample of a link is too uncertain to judge the link by itself."""
+    return link.spread is None or link.spread > UNSURE
+
+
+def are_unsteady(links: Sequence[Link]) -> bool:
+    """Whether most of these links are unsteady. The others show how a typical link scatters."""
+    return 2 * sum(map(is_unsteady, links)) > len(links)
+
+
+def links_of_component(
+    links: Sequence[Link], node_of_member: list[int], component: Component
+) -> list[Link]:
+    """The links of a node or a rank, or the link itself; of both suspects if there are two."""
+    chosen = []
+    for link in links:
+        ends = {link.a, link.b}
+        owners = {node_of_member[end] for end in ends} if component.level == "node" else ends
+        for members in component.suspects:
+            if owners >= set(members):
+                chosen.append(link)
+                break
+    return chosen
+
+
 def answer(
     links: list[Link],
     node_of_member: list[int],
@@ -424,11 +450,12 @@ def answer(
     node_of_member: the node of each member. found: the slow components. names: of nodes, of ranks
     and of the ends of links. doubt: see `doubt_of`. crowd: a host where ranks share cores.
     """
-    lines = sentences(found, names)
+    lines = [
+        f"possibly {line}" if are_unsteady(links_of_component(links, node_of_member, one)) else line
+        for (one, _), line in zip(found, sentences(found, names), strict=True)
+    ]
     spreads = [link.spread for link in links if link.spread is not None]
-    unsure = len(spreads) < len(links) or max(spreads) > UNSURE
-    if unsure:
-        lines = [f"possibly {line}" for line in lines]
+    unsteady, unsure = [*filter(is_unsteady, links)], are_unsteady(links)
     if len(links) < FEW_LINKS:
         few = count_of(len(links), "link")
         lines = [f"with {few} it is impossible to tell which link, rank or node is slow"]
@@ -436,15 +463,22 @@ def answer(
         lines = [f"it cannot be told which link, rank or node is slow: {crowd.text}"]
     elif not lines and (doubt or unsure):
         lines = [f"{NOT_JUDGED}: {doubt or 'the links are too unsteady; raise --max-seconds'}"]
+    elif not lines and unsteady:
+        count = f"{len(unsteady)} of {count_of(len(links), 'link')}"
+        lines = [
+            f"no link, rank or node is significantly slower; too unsteady to be judged: {count}"
+        ]
     lines = lines or ["no link, rank or node is significantly slower than its peers"]
     latencies = [link.latency_us for link in links]
     rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a) if rate is not None]
     latency = f"latency {significant(min(latencies))} to {significant(max(latencies))} us"
     bandwidth = f"bandwidth {significant(min(rates))} to {significant(max(rates))} GB/s"
     steady = "no interval"
-    if len(spreads) == len(links):
+    if spreads:
         steady = f"median {percent(median(spreads))}, maximum {percent(max(spreads))}"
-    if unsure and not (doubt or crowd):  # whose remedy is another one
+        if missing := len(links) - len(spreads):
+            steady += f", {count_of(missing, 'link')} without an interval"
+    if unsteady and not (doubt or crowd):  # whose remedy is another one
         steady += "; raise --max-seconds"
     lines.append(f"{latency}, {bandwidth} (uncertainty of a link: {steady})")
     group = leave_out(links, node_of_member, names, found)

@@ -90,7 +90,8 @@ def test_answer() -> None:
     first, last, _ = answered(alike, 4)
     named = "possibly slow link rank 1 on vm -> rank 2 on vm: latency within nodes"
     assert first.startswith(f"{named} 2.93x the median time")
-    assert last.endswith("(uncertainty of a link: no interval; raise --max-seconds)")
+    of_links = "median +-10.0%, maximum +-20.0%, 1 link without an interval"
+    assert last.endswith(f"(uncertainty of a link: {of_links}; raise --max-seconds)")
     few = answered(alike[:1], 2)
     assert few[0] == "with 1 link it is impossible to tell which link, rank or node is slow"
     # while other processes run, only links over 5 times as slow are named
@@ -103,6 +104,27 @@ def test_answer() -> None:
     assert busy.startswith("slow link rank 1 on vm -> rank 2 on vm: latency within nodes 5.85x")
 
 
+def test_a_link_without_an_interval_does_not_make_all_others_unsure() -> None:
+    """Of 28 links with few samples some have none by chance. Only what they show is uncertain."""
+    links = [met(a, b, 20, 1.0) for a, b in itertools.combinations(range(8), 2)]
+    for number, spread in enumerate((None, None, 0.6)):
+        links[number] = links[number]._replace(spread=spread)
+    first, *_ = answered(links, 8)
+    told = "no link, rank or node is significantly slower; too unsteady to be judged: 3 of 28 links"
+    assert first == told
+    slow = [link._replace(latency_us=60) if link.a == 6 else link for link in links]
+    assert answered(slow, 8)[0].startswith("slow link rank 6 on vm -> rank 7 on vm: latency")
+    slow = [links[0]._replace(latency_us=60), *links[1:]]
+    assert answered(slow, 8)[0].startswith("possibly slow link rank 0 on vm -> rank 1 on vm")
+    # rank 0 has 7 links, 3 of which are unsteady; with 4 of them it is uncertain
+    slow = [link._replace(latency_us=60) if link.a == 0 else link for link in links]
+    assert answered(slow, 8)[0].startswith("slow rank 0 on vm: latency")
+    slow[3] = slow[3]._replace(spread=None)
+    assert answered(slow, 8)[0].startswith("possibly slow rank 0 on vm: latency")
+    links = [link._replace(spread=None) for link in links[:15]] + links[15:]
+    assert answered(links, 8)[0].endswith(": the links are too unsteady; raise --max-seconds")
+
+
 def test_where_ranks_share_cores_a_link_cannot_be_told() -> None:
     """One of three links takes 6 times as long, which is less than 5 * 3 / 2. There is one cause,
     and no advice to measure longer."""
@@ -111,7 +133,7 @@ def test_where_ranks_share_cores_a_link_cannot_be_told() -> None:
     first, last, _ = p2p_matrix.answer(rows, [0] * 3, {}, names_of(3), "", crowd)
     why = "3 ranks share 2 cores of vm"
     assert first == f"it cannot be told which link, rank or node is slow: {why}"
-    assert last.endswith("(uncertainty of a link: no interval)")
+    assert last.endswith("maximum +-10.0%, 1 link without an interval)")
 
 
 def test_an_unknown_load_is_mentioned() -> None:
