@@ -30,6 +30,7 @@ LEAST_SCATTER = 0.01  # of single times in different runs, relative: the scatter
 LEAST_NOISE = 0.001  # the same for the times of one step in runs whose steps go together
 NEAR = 0.05  # of the samples of a copy with fewer digits: misses by one unit, from rounding twice
 MOST_ALIGNED = 20_000  # samples of a run that are searched for those in the same order
+MOST_OVERLAPPED = 2_000  # samples of runs that may overlap
 CODES = 0x110000  # of characters
 
 
@@ -120,10 +121,14 @@ def pairs_in_common(samples: Sequence[Samples | None]) -> set[frozenset[int]]:
         least = chance_of_noise(unit / (LEAST_NOISE * middle))
         is_rounded_twice = nearest(a.unit) != nearest(b.unit)
         most_near = NEAR * min(len(a.values), len(b.values)) if is_rounded_twice else 0.0
-        if not (shared := samples_in_common(*both)):
-            others.append((i, j))
-        elif bits_in(shared, *both, least) >= SURE_BITS:
+        shared = samples_in_common(*both)
+        if (shared and bits_in(shared, *both, least) >= SURE_BITS) or (
+            (overlap := bits_in_overlap(a, b, unit, least)) >= SURE_BITS
+            and overlap * min(randomness(one.text) for one in both) >= SURE_BITS
+        ):
             found.add(frozenset((i, j)))
+        elif not shared:
+            others.append((i, j))
         elif bits_in(shared, *both) >= SURE_BITS and near_misses(*both) <= most_near:
             doubtful.add(frozenset((i, j)))
         else:
@@ -198,6 +203,36 @@ def bits_in(shared: Counter[str], a: Rounded, b: Rounded, least: float = 0.0) ->
         ordered = in_order(long.text[:MOST_ALIGNED], short.text[:MOST_ALIGNED])
         found.append(bits(ordered, each, MOST_ALIGNED))
     return max(found)
+
+
+def bits_in_overlap(a: Samples, b: Samples, unit: float, least: float) -> float:
+    """The information in consecutive samples that both runs have, if they are at least half of the
+    shorter run: of two parts of a run that overlap, or if the first lines were lost.
+
+    The samples with fewer digits may be rounded or cut off. unit: of these. least: as in `bits_in`.
+    """
+    fine, coarse = sorted((a, b), key=lambda one: one.unit)
+    n, m = len(fine.values), len(coarse.values)
+    if max(n, m) > MOST_OVERLAPPED:
+        return 0.0
+    cells, x = np.round(coarse.values / unit), fine.values / unit
+    is_finer = fine.unit <= coarse.unit / 2
+    reach = 0.5001 * fine.unit / unit if is_finer else 0.0
+    readings = [(np.round(x - reach), np.round(x + reach))]
+    if is_finer:
+        readings.append((np.floor(x + 1e-6), np.floor(x + 1e-6)))
+    shortest = (min(n, m) + 1) // 2
+    found = 0.0
+    for low, high in readings:
+        if (np.isin(low, cells) | np.isin(high, cells)).sum() < shortest:
+            continue
+        is_equal = (low[:, np.newaxis] == cells) | (high[:, np.newaxis] == cells)  # [n, m]
+        each = -log2(max(is_equal.mean(), least))
+        for shift in range(shortest - n, m - shortest + 1):
+            piece = is_equal.diagonal(shift)
+            if len(piece) * each > found and piece.all():
+                found = len(piece) * each
+    return max(0.0, found - log2((n + m) * len(readings)))
 
 
 def near_misses(a: Rounded, b: Rounded) -> int:

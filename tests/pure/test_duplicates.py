@@ -31,6 +31,10 @@ def with_decimals(text: str, decimals: int) -> str:
     return re.sub(r"took ([\d.]+)", lambda match: f"took {float(match[1]):.{decimals}f}", text)
 
 
+def cut_off(text: str, decimals: int) -> str:
+    return re.sub(rf"(\.\d{{{decimals}}})\d*", r"\1", text)
+
+
 @pytest.mark.parametrize(
     ("copy", "left_out"),
     [
@@ -39,6 +43,9 @@ def with_decimals(text: str, decimals: int) -> str:
         ("".join(f"[1,0]<stdout>:{line} x\n" for line in FIRST.splitlines()), "0.log: 2.log"),
         (with_decimals(FIRST, 2), "a copy of 0.log: 2.log"),  # at the coarser resolution
         (with_decimals("".join(LINES[:9] + LINES[13:29] + LINES[35:]), 2), "0.log: 2.log"),
+        (cut_off("".join(LINES[3:]), 2), "a copy of 0.log: 2.log"),
+        ("".join(LINES[22:]) + log_of(5, 10.0, 20), "a copy of 0.log: 2.log"),  # its second part
+        ("".join(LINES[27:]) + log_of(5, 10.0, 27), ""),  # less than half of it
         (FIRST + SECOND, "a copy of 0.log, 1.log: 2.log"),
         ("banner\n" + SECOND + FIRST, "a copy of 0.log, 1.log: 2.log"),
         ("".join(LINES[:40]), "a copy of 0.log: 2.log"),  # before the end
@@ -68,6 +75,16 @@ def test_a_third_log(
 
 
 COARSE = [f"took {random.Random(i).uniform(1.05, 1.45):.2f} ms\n" for i in range(300)]
+
+
+def test_steady_steps_that_are_rounded_or_cut_off_to_few_digits() -> None:
+    """Steps of 110 ms scatter by 0.1 ms: one decimal has about 1.2 bits, in 57 steps in order."""
+    rng = np.random.default_rng(0)
+    whole = np.round(110 * (1 + rng.uniform(-0.001, 0.001, 60)), 2)
+    other = np.round(110 * (1 + rng.uniform(-0.001, 0.001, 60)), 2)
+    for copy in (np.round(whole[3:] + 1e-9, 1), np.floor(whole[3:] * 10 + 1e-6) / 10):
+        found = pairs_in_common([Samples(whole, 0.01), Samples(copy, 0.1), Samples(other, 0.01)])
+        assert found == {frozenset((0, 1))}
 
 
 def test_equal_times_that_may_be_chance(tmp_path: Path) -> None:
