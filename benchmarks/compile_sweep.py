@@ -345,7 +345,7 @@ def wrap(
         if not averages(mesh.get_group()):
             if not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"):
                 needs = "whose FSDPModule has set_force_sum_reduction_for_comms"
-                raise NotImplementedError(f"fsdp2 over gloo requires a newer torch, {needs}")
+                raise ValueError(f"fsdp2 over gloo requires a newer torch, {needs}")
             for module in modules:
                 module.set_force_sum_reduction_for_comms(True)
     return model
