@@ -1,6 +1,6 @@
 """Overhead of the harness by number of ranks, with forked ranks over loopback and gloo.
 
-    python tests/scale.py 2 8 32             prints the table of docs/scale.md, a few minutes
+    python tests/scale.py 2 8 32             prints a table, a few minutes
 
 The ranks are forked from one process that has imported torch, so that many of them fit into memory.
 With more ranks than cores they wait for the CPU; read the ratios to a bare new_group rather than

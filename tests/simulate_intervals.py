@@ -1,6 +1,6 @@
 """Simulate the coverage of the 95% intervals, and how often a healthy rank is named.
 
-    python tests/simulate_intervals.py          the tables of docs/evidence.md, a minute
+    python tests/simulate_intervals.py          the numbers of docs/evidence.md, a minute
 
 The series have a known median, and are given to the functions that the scripts use.
 

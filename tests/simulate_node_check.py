@@ -1,6 +1,6 @@
 """Simulate the error rates of node_check.py: how often it names healthy and slow ranks or nodes.
 
-    python tests/simulate_node_check.py         the table of docs/evidence.md, a minute
+    python tests/simulate_node_check.py         the numbers of docs/evidence.md, a minute
 
 8 ranks are measured, and measured again if one of them looks slow or unsteady. The links of 8 nodes
 are measured in the same way. The times are simulated; the functions of the script judge them.

@@ -1,6 +1,6 @@
 """How often does the interval of an overlap contain the true overlap?
 
-    python tests/simulate_overlap.py         the table of docs/evidence.md, half a minute
+    python tests/simulate_overlap.py         the numbers of docs/evidence.md, half a minute
 
 Local compute takes 100 ms and the communication alone 20 ms. Of it, 0, 30 or 90% are hidden, or the
 exposed time is 1.2 times the communication alone, an overlap of -20%. In each round, the machine is

@@ -1,6 +1,6 @@
 """Compare two estimators of a ratio: quotients of geometric means over rounds, and of medians.
 
-    python tests/simulate_ratios.py          the table of docs/evidence.md, a minute
+    python tests/simulate_ratios.py          the numbers of docs/evidence.md, a minute
 
 Two steps with a ratio of 0.8 are simulated under several conditions of the machine:
 

@@ -1,6 +1,6 @@
 """Simulate the error rates of compare.py and ab.py.
 
-    python tests/simulate_verdicts.py            the table of docs/evidence.md, some minutes
+    python tests/simulate_verdicts.py            the numbers of docs/evidence.md, some minutes
     python tests/simulate_verdicts.py nights     a stored baseline: 14 nights against one
     python tests/simulate_verdicts.py periods    ab.py while every n-th run, or a few runs, are slow
     python tests/simulate_verdicts.py load       that of docs/evidence.md, under load
@@ -168,7 +168,7 @@ def fails(comparison: Comparison) -> bool:
 
 
 def show_nights(count: int = 1000) -> None:
-    """Print the table of docs/evidence.md."""
+    """Print the numbers of docs/evidence.md."""
     print("| runs tonight | cases | gates that fail: no change | one case 5% | 10% | 20% slower |")
     print("|---|---|---|---|---|---|")
     for runs, cases, own in product((1, 2, 3), (1, 25), (True, False)):
@@ -325,7 +325,7 @@ def under_load(
 
 
 def show_under_load(scatter: float, count: int = 1000) -> None:
-    """Print the table of docs/evidence.md."""
+    """Print the numbers of docs/evidence.md."""
     print(
         "| condition | ab.py: wrong | at most | no verdict | finds 3% | 10% | 30% "
         "| compare.py: wrong | no verdict | finds 30% |"
