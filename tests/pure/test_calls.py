@@ -9,6 +9,7 @@ from tests.pure.traces import (
     GEMM,
     Events,
     collective,
+    event,
     kernel,
     remarks,
     save,
@@ -103,17 +104,20 @@ def test_which_rank_is_named() -> None:
 # -- the edges of the window -----------------------------------------------------------------------
 
 
-def window(late_ms: Iterable[float], calls: int = 1, first: int = 0) -> Events:
+def window(late_ms: Iterable[float], calls: int = 1, first: int = 0, every: int = 1) -> Events:
     """Steps of 20 ms with a matmul and `calls` all-reduces. late_ms: how much later this rank
-    arrives at the first of them in each step. first: number of the first step."""
+    arrives at the first of them in each step. first: number of the first step. every: number of
+    steps per all-reduce."""
     events = []
     for number, ms in enumerate(late_ms):
         start = 1000 + number * 20_000
         events += step(number + first, start - 20, 20_000)
-        events += kernel(GEMM, start, 9000 + 1e3 * ms)
-        events += collective("allreduce", start + 9000 + 1e3 * ms, 9000 - 1e3 * ms, 100)
+        begin, length = start + 9000 + 1e3 * ms, 9000 - 1e3 * ms
+        events += kernel(GEMM, start, begin - start)
+        syncs = number % every == 0
+        events += collective("allreduce", begin, length) if syncs else kernel(GEMM, begin, length)
         for call in range(1, calls):
-            events += collective("allreduce", start + 18_000 + 300 * call, 250, 100)
+            events += collective("allreduce", start + 18_000 + 300 * call, 250)
     return events
 
 
@@ -150,17 +154,7 @@ def test_windows_that_overlap_in_two_of_four_steps(tmp_path: Path) -> None:
 def test_steps_without_communication_count(tmp_path: Path) -> None:
     """Gradient accumulation: every other step of 20 ms has no all-reduce. 4 ms in two of four steps
     are 2 ms of a mean step."""
-
-    def rank(late: float) -> Events:
-        events = window([late] * 4)
-        for event in events:
-            inside = event["ts"] % 40_000 >= 20_000 and event["cat"] != "user_annotation"
-            if inside and event["args"].get("stream") == 20:
-                event["args"] = {"stream": 7, "correlation": event["args"]["correlation"]}
-                event["name"] = GEMM
-        return events
-
-    paths = save_ranks(tmp_path, rank(0), rank(4))
+    paths = save_ranks(tmp_path, window([0] * 4, every=2), window([4] * 4, every=2))
     assert columns(*paths) == {"0": ["2", "0"], "1": ["0", "2"]}
 
 
@@ -249,11 +243,11 @@ def test_waiting_in_two_calls_at_once_counts_once(tmp_path: Path) -> None:
     is 90 us late, not 90 + 80."""
 
     def ranges(*starts: float) -> Events:
-        about = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1}
-        events = [{**about, "cat": "cpu_op", "name": "aten::mm", "tid": 5, "ts": 0, "dur": 200}]
-        for thread, start in enumerate(starts):
-            events.append(about | {"tid": thread, "ts": start, "dur": 110 + 10 * thread - start})
-        return events
+        calls = [
+            event("user_annotation", "gloo:all_reduce", start, 110 + 10 * thread - start, thread)
+            for thread, start in enumerate(starts)
+        ]
+        return [event("cpu_op", "aten::mm", 0, 200, 5), *calls]
 
     paths = save_ranks(tmp_path, ranges(10, 20), ranges(100, 100))
     assert columns(*paths) == {"0": ["0.09", "0"], "1": ["0", "0.09"]}
@@ -318,12 +312,11 @@ def test_without_seq_calls_of_different_sizes_are_not_swapped(tmp_path: Path) ->
     """Two threads of gloo start a large and a small all-reduce in another order on rank 1."""
 
     def ranges(first: int, second: int) -> Events:
-        events = []
+        events = [event("cpu_op", "aten::mm", 10, first, 5)]
         for thread, (size, start) in enumerate(((first, 10), (second, 11))):
-            about = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1}
-            shape = {"Input Dims": [[size]], "Input type": ["float"]}
-            events.append(about | {"tid": thread, "ts": start, "dur": size, "args": shape})
-        return [*events, events[0] | {"cat": "cpu_op", "name": "aten::mm", "tid": 5}]
+            shape: dict[str, Any] = {"Input Dims": [[size]], "Input type": ["float"]}
+            events.append(event("user_annotation", "gloo:all_reduce", start, size, thread, **shape))
+        return events
 
     paths = save_ranks(tmp_path, ranges(1000, 10), ranges(10, 1000))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}

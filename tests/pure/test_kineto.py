@@ -19,6 +19,7 @@ from tests.pure.traces import (
     GEMM,
     Events,
     collective,
+    event,
     kernel,
     mean,
     refusal,
@@ -100,13 +101,14 @@ def test_a_merged_file_is_refused(tmp_path: Path) -> None:
 # -- impossible events -----------------------------------------------------------------------------
 
 
-def healthy() -> list[dict[str, Any]]:
-    """Three steps of 1.2 ms: a matmul of 0.6 ms, then an all-reduce of 0.4 ms."""
+def healthy(late: float = 0, **args: Any) -> Events:
+    """Three steps of 1.2 ms: a matmul of 0.6 ms, then an all-reduce until 1.0 ms."""
     events = []
     for number in range(3):
         start = 1000 + number * 1200
         events += step(number, start - 20, 1190)
-        events += kernel(GEMM, start, 600) + collective("allreduce", start + 600, 400)
+        events += kernel(GEMM, start, 600)
+        events += collective("allreduce", start + 600 + late, 400 - late, **args)
     return events
 
 
@@ -130,7 +132,6 @@ def test_an_impossible_event_ends_where_the_next_one_starts(tmp_path: Path) -> N
     assert mean(path)["computing (%)"] == f"{100 * (500 + 50 + 100) / 1150:.1f}"
     below = kernel("k", 1000, 1050) + kernel(GEMM, 1050, 100)  # 1 ms past the next one
     graph = kernel("k", 1000, 2000, graph_node_id=5) + kernel(GEMM, 1050, 100)
-    graph[1]["args"]["graph node id"] = graph[1]["args"].pop("graph_node_id")
     for name, events, length in (("b", below, "2.050"), ("c", graph, "3.000")):
         path = save(tmp_path / f"{name}.json", usual + events)
         assert (mean(path)["ms"], remarks(path)) == (length, [])
@@ -162,9 +163,8 @@ def test_events_that_are_in_the_file_twice(tmp_path: Path) -> None:
     once, twice = (save(tmp_path / f"{n}.json", healthy() * n) for n in (1, 2))
     assert mean(twice) == mean(once) | {"rank": "2"}
     assert remarks(twice)[0] == "# rank 2: left out 6 events that the file contains twice"
-    about = {"ph": "X", "pid": 1, "tid": 1, "ts": 1, "dur": 5}
-    operator = about | {"cat": "cpu_op", "name": "aten::mm"}
-    gloo = operator | {"cat": "user_annotation", "name": "gloo:barrier", "tid": 2}
+    operator = event("cpu_op", "aten::mm", 1, 5)
+    gloo = event("user_annotation", "gloo:barrier", 1, 5, 2)
     path = save(tmp_path / "4.json", [operator, gloo] * 2)
     assert remarks(path)[0] == "# rank 4: left out 1 event that the file contains twice"
 
@@ -197,13 +197,10 @@ def test_a_last_step_without_its_kernels_is_left_out(wanted: list[str], tmp_path
 
 def by_copy_engine(name: str, copy: str, stream: int, more: Events) -> Events:
     """A collective of 8 ms in which two copies of 4 ms run, and then a matmul of 2 ms."""
-    events = kernel(copy, 10, 4000, 20) + kernel(copy, 4010, 4000, 20) + more
-    for event in events:
-        if event["name"] == copy:
-            event["cat"] = "gpu_memcpy"
-    span = {"ph": "X", "cat": "gpu_user_annotation", "pid": 0, "ts": 10, "dur": 8000}
-    about = {"name": name, "tid": stream, "args": {"device": 0, "stream": stream}}
-    return [*kernel(GEMM, 8010, 2000), *events, span | about]
+    copies = [*kernel(copy, 10, 4000, 20, cat="gpu_memcpy")]
+    copies += kernel(copy, 4010, 4000, 20, cat="gpu_memcpy")
+    span = event("gpu_user_annotation", name, 10, 8000, stream, 0, device=0, stream=stream)
+    return [*kernel(GEMM, 8010, 2000), *copies, *more, span]
 
 
 def test_copies_in_a_collective_communicate(tmp_path: Path) -> None:
@@ -245,8 +242,7 @@ def test_copies_in_a_range_on_the_host_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("category", ["mtia_ccp_events", "privateuse1_runtime", "Kernel", ["a"]])
 def test_another_accelerator_is_refused_by_category(category: Any, tmp_path: Path) -> None:
-    about = {"ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 9, "args": {}}
-    events = [about | {"cat": "cpu_op", "name": "aten::mm"}, about | {"cat": category, "name": "x"}]
+    events = [event("cpu_op", "aten::mm", 0, 9), event("cpu_op", "x", 0, 9) | {"cat": category}]
     line = refusal(save(tmp_path / "x.json", events))
     assert f"got unsupported events ({category}); only kernels of CUDA, ROCm and XPU" in line
 
@@ -331,8 +327,8 @@ def test_a_folder_of_traces(tmp_path: Path) -> None:
     line."""
     for rank in (0, 1):
         save(tmp_path / "a" / f"rank{rank}.pt.trace.json", healthy())
-    own = {"ph": "X", "cat": "cpu_op", "name": "aten::empty", "pid": 5, "tid": 5, "ts": 1, "dur": 3}
-    server = save(tmp_path / "a" / "host7_4711.async_llm.json", [own])
+    own = [event("cpu_op", "aten::empty", 1, 3)]
+    server = save(tmp_path / "a" / "host7_4711.async_llm.json", own)
     config = save(tmp_path / "a" / "config.json", [])
     Path(config).write_text("{}")
     rows = table(str(tmp_path / "a"))
@@ -400,13 +396,9 @@ def test_each_case_of_a_folder_is_reported(tmp_path: Path) -> None:
 def test_the_late_rank_by_the_names_of_files(name: str, label: str, tmp_path: Path) -> None:
     """12 files, of which the one with the number 2 is 0.3 ms late; in the order of the alphabet it
     would be the fifth one."""
-    about = {"Process Group Ranks": str(list(range(12))), "Group size": 12}
+    about: dict[str, Any] = {"Process Group Ranks": str(list(range(12))), "Group size": 12}
     for rank in range(12):
-        events, late = healthy(), 300 * (rank == 2)
-        for event in events:
-            if event["args"].get("Collective name"):
-                event.update(ts=event["ts"] + late, dur=400 - late, args=event["args"] | about)
-        save(tmp_path / "traces" / name.format(rank), events)
+        save(tmp_path / "traces" / name.format(rank), healthy(300 * (rank == 2), **about))
     lines = remarks(str(tmp_path / "traces"))
     assert lines[-1].startswith(f"# {label} makes the other ranks wait 0.3 ms of a 1.1333 ms step")
     assert (label == "rank 2") == (len(lines) == 1)

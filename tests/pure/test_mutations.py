@@ -3,17 +3,15 @@ moves, its entry has to follow."""
 
 import ast
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests import mutations
 
-ON_CUDA = tomllib.loads((mutations.ROOT / "tests" / "cudalab_faults.toml").read_text())["mistake"]
 MISTAKES = [
     *mutations.MISTAKES,
-    *({**fault, "tests": "tests/test_cudalab.py"} for fault in ON_CUDA),
+    *({**fault, "tests": "tests/test_cudalab.py"} for fault in mutations.ON_CUDA),
 ]
 
 

@@ -12,43 +12,60 @@ GEMM = "sm90_xmma_gemm_f32f32"
 Events = list[dict[str, Any]]
 
 
+def event(
+    cat: str, name: str, start: float, length: float, tid: int = 100, pid: int = 100, **args: Any
+) -> dict[str, Any]:
+    """An event. Times are in microseconds. args: `Group_size` for the entry `Group size`."""
+    about = {word.replace("_", " "): value for word, value in args.items()}
+    where = {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length}
+    return where | {"cat": cat, "name": name, "args": about}
+
+
 def kernel(
-    name: str, start: float, length: float, stream: int = 7, device: int = 0, **args: Any
+    name: str,
+    start: float,
+    length: float,
+    stream: int = 7,
+    device: int = 0,
+    *,
+    launch: float | None = None,
+    cat: str = "kernel",
+    **args: Any,
 ) -> Events:
-    """A kernel, and the host call 10 us earlier. Times are in microseconds."""
-    number = round(start * 100) + stream
-    span = {"ph": "X", "ts": start - 10, "dur": 1}
-    own = {"device": device, "stream": stream, "correlation": number} | args
+    """A kernel, and the host call that launches it, by default 10 us earlier."""
+    at = start - 10 if launch is None else launch
+    own = {"device": device, "stream": stream, "correlation": round(start * 100) + stream}
     return [
-        span
-        | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 100, "tid": 100}
-        | {"args": {"correlation": number}},
-        span
-        | {"cat": "kernel", "name": name, "pid": device, "tid": stream, "args": own}
-        | {"ts": start, "dur": length},
+        event("cuda_runtime", "cudaLaunchKernel", at, 1, correlation=own["correlation"]),
+        event(cat, name, start, length, stream, device, **(own | args)),
     ]
 
 
-def collective(
-    name: str, start: float, length: float, nelems: int = 0, group: str = "dp", **args: Any
-) -> Events:
-    """A kernel of NCCL on ranks 0 and 1, with the arguments that torch adds."""
+def about_call(name: str, sent: int = 0, group: str = "dp", **args: Any) -> dict[str, Any]:
+    """The arguments that torch adds to a collective of ranks 0 and 1. sent: elements."""
     about: dict[str, Any] = {
         "Collective name": name,
-        "In msg nelems": nelems,
-        "Out msg nelems": nelems,
+        "In msg nelems": sent,
+        "Out msg nelems": sent,
         "Group size": 2,
         "dtype": "Float",
         "Process Group Name": "0",
         "Process Group Description": group,
         "Process Group Ranks": "[0, 1]",
     }
-    return kernel("ncclDevKernel", start, length, 20, 0, **(about | args))
+    return about | args
+
+
+def collective(
+    name: str, start: float, length: float, sent: int = 0, group: str = "dp", **args: Any
+) -> Events:
+    """A kernel of NCCL with these arguments."""
+    about = about_call(name, sent, group, **args)
+    return kernel("ncclDevKernel", start, length, 20, 0, **about)
 
 
 def step(number: int, start: float, length: float) -> Events:
-    about = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}"}
-    return [about | {"pid": 100, "tid": 100, "ts": start, "dur": length, "args": {}}]
+    return [event("user_annotation", f"ProfilerStep#{number}", start, length)]
 
 
 def save(path: Path, events: Iterable[dict[str, Any]], **more: Any) -> str:
