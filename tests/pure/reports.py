@@ -9,7 +9,7 @@ import runpy
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -151,3 +151,19 @@ def run(script: str, *words: str) -> CompletedProcess[str]:
     finally:
         gc.enable()  # compare.py has disabled it
     return CompletedProcess([path, *words], status, out.getvalue(), err.getvalue())
+
+
+def refusal(script: str, *words: str) -> str:
+    """The line with which a script of analysis/ refuses its input."""
+    done = run(script, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def refused(call: Callable[..., Any], *given: Any, **more: Any) -> str:
+    """The line of the ValueError that a call raises."""
+    with pytest.raises(ValueError, match=r".") as error:
+        call(*given, **more)
+    (line,) = str(error.value).splitlines()
+    return line

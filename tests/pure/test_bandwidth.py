@@ -72,12 +72,6 @@ def test_bytes_and_bandwidths_without_waiting(tmp_path: Path) -> None:
     assert remarks(paths[0]) == [f"{line}some ranks of a group have no trace"]
 
 
-def test_the_factors_of_nccl_tests() -> None:
-    assert bus_factor("all_reduce", 4) == 1.5
-    assert bus_factor("reduce_scatter", 4) == bus_factor("scatter", 4) == 0.75
-    assert bus_factor("broadcast", 4) == bus_factor("send", 4) == 1
-
-
 def test_messages_are_averaged_over_ranks(tmp_path: Path) -> None:
     """Each rank sends 1 MiB, in 3 ms on rank 0 and 1 ms on rank 1: 2 ms on average."""
     ranks = [rank_of_two(0, collective("send", 4500, length, MIB)) for length in (3000, 1000)]
@@ -85,19 +79,13 @@ def test_messages_are_averaged_over_ranks(tmp_path: Path) -> None:
     assert bandwidths(*paths)["send"] == ["2", "1", "1M", "2", "0.5243", "0.5243", "20.1"]
     line = "# times of send include waiting for other ranks, which is known only for collectives"
     assert remarks(*paths)[0] == line
-
-
-def test_messages_in_steps_that_one_rank_did_not_trace(tmp_path: Path) -> None:
-    """Rank 1's window has the second of two steps and another one. Each rank sends once a step."""
+    # rank 1's window has the second of two steps and another one
     ranks = [rank_of_two(0, collective("send", 4500, 1000, MIB)) for _ in range(2)]
     for event in ranks[1]:
         event["name"] = event["name"].replace("#1", "#2").replace("#0", "#1")
     rows = bandwidths(*save_ranks(tmp_path, *ranks))
     assert rows["send"][1:4] == ["1", "1M", "1"]
     assert rows["all_reduce"][1:4] == ["2", "3M", "3"]
-
-
-# -- times of collectives alone ------------------------------------------------------------------
 
 
 def measured(name: str, size: int, *time: float, **changes: Any) -> dict[str, Any]:
@@ -117,8 +105,8 @@ def scan(path: Path, *cases: dict[str, Any], hosts: tuple[str, ...] = ("vm", "vm
 
 def all_reduces() -> list[dict[str, Any]]:
     """1 MiB takes 0.5 ms (0.4 to 0.6), 3 MiB takes 1.5 ms (1.2 to 2.0)."""
-    small, large = (5e-4, 4e-4, 6e-4), (15e-4, 12e-4, 20e-4)
-    return [measured("all_reduce", 2**20, *small), measured("all_reduce", 3 * 2**20, *large)]
+    small = measured("all_reduce", 2**20, 5e-4, 4e-4, 6e-4)
+    return [small, measured("all_reduce", 3 * 2**20, 15e-4, 12e-4, 20e-4)]
 
 
 def test_ratio_to_the_times_alone(tmp_path: Path) -> None:
@@ -143,7 +131,6 @@ def test_ratio_to_the_times_alone(tmp_path: Path) -> None:
 
 
 def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
-    """Two ranks on one host are not compared with two hosts."""
     against = scan(tmp_path / "c.jsonl", *all_reduces(), hosts=("a", "b"))
     paths = save_ranks(tmp_path, rank_of_two(0), rank_of_two(0), hosts=["vm", "vm"])
     lines = remarks(*paths, "--against", against)
@@ -167,7 +154,7 @@ def test_a_dtype_that_was_not_measured(tmp_path: Path) -> None:
     assert line in remarks(*words, against)
 
 
-def test_layouts() -> None:
+def test_layouts_and_the_factors_of_nccl_tests() -> None:
     def traces(*hosts: str) -> dict[int, Trace]:
         return {rank: Trace("x", rank, True, [], [], [], host) for rank, host in enumerate(hosts)}
 
@@ -175,6 +162,9 @@ def test_layouts() -> None:
     assert layout_in((0, 1, 2), traces("a", "", "a"), None) == ((3,), True)
     assert layout_in((0, 8, 16), {}, None) == ((1, 1, 1), True)
     assert layout_in((0, 1, 2), traces("a", "b", "a"), 2) == ((2, 1), False)
+    assert bus_factor("all_reduce", 4) == 1.5
+    assert bus_factor("reduce_scatter", 4) == bus_factor("scatter", 4) == 0.75
+    assert bus_factor("broadcast", 4) == bus_factor("send", 4) == 1
     assert show_layout((8, 8)) == "16 ranks of 2 hosts (8 each)"
     assert show_layout((2, 1)) == "3 ranks of 2 hosts (2 + 1)"
     hosts = dict(enumerate("aabb"))
@@ -201,26 +191,20 @@ def test_times_of_a_report() -> None:
 
 
 def test_interpolation_between_measured_sizes() -> None:
-    """A quarter of the way from 1 KiB to 2 KiB is 10 + 10 / 4, and likewise for the ends."""
     times = {1024: Estimate(10, 9, 11), 2048: Estimate(20, 18, 25), 8192: Estimate(50)}
+    # a quarter of the way from 1 KiB to 2 KiB is 10 + 10 / 4, and likewise for the ends
     assert interpolate(times, 1280) == Estimate(12.5, 11.25, 14.5)
     assert interpolate(times, 2048) == times[2048]
-    # halfway between 2 and 8 KiB, one of which has no interval
-    assert interpolate(times, 5120) == Estimate(35)
-
-
-def test_no_size_is_extrapolated() -> None:
-    times = {2**10: Estimate(1), 2**12: Estimate(2), 2**16: Estimate(3)}
-    assert interpolate(times, 2**11).value == pytest.approx(1 + 1 / 3)  # a factor of 4
+    assert interpolate(times, 5120) == Estimate(35)  # one of the sizes has no interval
     rounded = {65_532: Estimate(1), 262_140: Estimate(4)}  # 4.0002: multiples of 3 ranks
     assert interpolate(rounded, 65_532 * 2).value == pytest.approx(2, rel=1e-3)
     for size, words in (
         (1023, "1023 bytes are outside the measured range, 1K to 64K"),
         (2**17, "128K bytes are outside the measured range, 1K to 64K"),
-        (2**13, "8,192 bytes are between the measured 4,096 and 65,536, which are more than a "),
+        (2**14, "16,384 bytes are between the measured 8,192 and 65,536, which are more than a "),
     ):
         with pytest.raises(ValueError, match=f"^{words}"):
-            interpolate(times, size)
+            interpolate(times | {2**16: Estimate(60)}, size)
     with pytest.raises(ValueError, match="no size is measured"):
         interpolate({}, size)
 

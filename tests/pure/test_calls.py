@@ -12,7 +12,6 @@ from tests.pure.traces import (
     event,
     kernel,
     remarks,
-    save,
     save_ranks,
     step,
     table,
@@ -25,9 +24,6 @@ def columns(*paths: str) -> dict[str, list[str]]:
     first = next(n for n, row in enumerate(rows) if row[:3] == ["group", "ranks", "rank"])
     last = next(n for n, row in enumerate(rows) if row[:2] == ["group", "collective"])
     return {row[-6]: row[-2:] for row in rows[first + 1 : last]}
-
-
-# -- the late rank ---------------------------------------------------------------------------------
 
 
 def late_by_cost(rank: int) -> Events:
@@ -82,7 +78,6 @@ def test_which_rank_is_named() -> None:
         ([(9, 9, 0), (0, 0, 0)], "rank 0 makes the other ranks wait 6 ms of a 100 ms step (6.0%)"),
         ([(90, 0, 0), (0, 0, 0)], "no rank is late in most steps; the other ranks wait 30 ms of a"),
         ([(20, 0), (0, 0)], "the other ranks wait 10 ms of a 100 ms step (10.0%) for rank 0, in 1"),
-        ([(20, 20), (0, 0)], "rank 0 makes the other ranks wait 20 ms of a 100 ms step (20.0%), "),
         # a tie, and a rank that stands out by more than 5% of a step
         ([(20, 20), (16, 16)], "no rank stands out: the other ranks wait 20 ms of a 100 ms"),
         ([(20, 20), (9, 9)], "rank 0 makes the other ranks wait 20 ms of a 100 ms step"),
@@ -101,13 +96,9 @@ def test_which_rank_is_named() -> None:
         assert sentence(late, where, lengths, labels).startswith(words)
 
 
-# -- the edges of the window -----------------------------------------------------------------------
-
-
 def window(late_ms: Iterable[float], calls: int = 1, first: int = 0, every: int = 1) -> Events:
-    """Steps of 20 ms with a matmul and `calls` all-reduces. late_ms: how much later this rank
-    arrives at the first of them in each step. first: number of the first step. every: number of
-    steps per all-reduce."""
+    """Steps of 20 ms from number `first` on, each with a matmul and `calls` all-reduces, to the
+    first of which this rank comes late. every: number of steps per all-reduce."""
     events = []
     for number, ms in enumerate(late_ms):
         start = 1000 + number * 20_000
@@ -152,25 +143,21 @@ def test_windows_that_overlap_in_two_of_four_steps(tmp_path: Path) -> None:
 
 
 def test_steps_without_communication_count(tmp_path: Path) -> None:
-    """Gradient accumulation: every other step of 20 ms has no all-reduce. 4 ms in two of four steps
-    are 2 ms of a mean step."""
+    """Gradient accumulation: 4 ms in every other step are 2 ms of a mean step."""
     paths = save_ranks(tmp_path, window([0] * 4, every=2), window([4] * 4, every=2))
     assert columns(*paths) == {"0": ["2", "0"], "1": ["0", "2"]}
 
 
-# -- calls that are not compared -------------------------------------------------------------------
-
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def stage(*parts: tuple[float, float, dict[str, Any]], steps: int = 3) -> Events:
-    """Steps of 40 ms: a message at the given time for the given time, and an all-reduce of 0.2 ms
-    at the end."""
+def stage(*messages: tuple[float, float, dict[str, Any]]) -> Events:
+    """Steps of 40 ms: messages (start, duration, arguments), and an all-reduce at the end."""
     events = []
-    for number in range(steps):
+    for number in range(3):
         start = number * 40_000 + 1000
         events += step(number, start - 20, 40_000) + kernel(GEMM, start, 10)
-        for at, length, args in parts:
+        for at, length, args in messages:
             events += kernel(SEND, start + at, length, 33, **args)
         events += collective("allreduce", start + 39_700, 200, 1000)
     return events
@@ -190,11 +177,9 @@ def table_of_receives(*paths: str) -> list[list[str]]:
 def test_a_stage_waits_in_its_receive(tmp_path: Path) -> None:
     """Kernels without arguments, in a job of two ranks: rank 1 receives from the beginning, rank 0
     sends after 30 ms."""
-    about = {"pg_config": [{"pg_name": "1", "pg_size": 2, "ranks": [0, 1]}], "world_size": 2}
-    paths = []
-    for rank, events in enumerate([stage((30_010, 300, {})), stage((10, 30_300, {}))]):
-        info = about | {"rank": rank}
-        paths.append(save(tmp_path / f"{rank}.json", events, distributedInfo=info))
+    groups = [{"pg_name": "1", "pg_size": 2, "ranks": [0, 1]}]
+    ranks = stage((30_010, 300, {})), stage((10, 30_300, {}))
+    paths = save_ranks(tmp_path, *ranks, pg_config=groups)
     # steps of 40, 40 and 39.9 ms; 30.3 and 0.3 of 39.967 ms are 38.3% on average
     assert table_of_receives(*paths) == [
         ["0", "1", "0.3", "0.8", "0", "-"],
@@ -225,11 +210,8 @@ def test_messages_that_state_their_ranks(tmp_path: Path) -> None:
 
 
 def test_messages_whose_ranks_are_unknown(tmp_path: Path) -> None:
-    about = {"pg_config": [{"pg_name": "1", "ranks": [0, 1, 2]}], "world_size": 3}
-    paths = []
-    for rank in range(3):
-        events, info = stage((10, 9000 * rank + 100, {})), about | {"rank": rank}
-        paths.append(save(tmp_path / f"{rank}.json", events, distributedInfo=info))
+    ranks = [stage((10, 9000 * rank + 100, {})) for rank in range(3)]
+    paths = save_ranks(tmp_path, *ranks, pg_config=[{"pg_name": "1", "ranks": [0, 1, 2]}])
     assert [row[-2:] for row in table_of_receives(*paths)] == [["-", "-"]] * 3
     lines = remarks(*paths)
     assert any("sendrecv is unknown: the traces do not state who sends" in x for x in lines)
@@ -238,53 +220,54 @@ def test_messages_whose_ranks_are_unknown(tmp_path: Path) -> None:
     assert not any("receives/step" in row for row in table(paths[1]))
 
 
-def test_waiting_in_two_calls_at_once_counts_once(tmp_path: Path) -> None:
+def gloo(*calls: tuple[float, float, dict[str, Any]]) -> Events:
+    """Calls of gloo (start, duration, arguments), each in a thread of its own, and a matmul."""
+    events = [event("cpu_op", "aten::mm", 0, 200, 5)]
+    for thread, (start, length, args) in enumerate(calls):
+        name = "gloo:all_reduce"
+        events.append(event("user_annotation", name, start, length, thread, **args))
+    return events
+
+
+def test_two_threads_of_gloo(tmp_path: Path) -> None:
     """Rank 0 waits in two threads of gloo, from 10 and from 20 us on, for 90 us in all. So rank 1
     is 90 us late, not 90 + 80."""
-
-    def ranges(*starts: float) -> Events:
-        calls = [
-            event("user_annotation", "gloo:all_reduce", start, 110 + 10 * thread - start, thread)
-            for thread, start in enumerate(starts)
+    ranks = [gloo((a, 110 - a, {}), (b, 120 - b, {})) for a, b in ((10, 20), (100, 100))]
+    assert columns(*save_ranks(tmp_path, *ranks)) == {"0": ["0.09", "0"], "1": ["0", "0.09"]}
+    # Two threads of gloo start a large and a small all-reduce in another order on rank 1.
+    ranks = []
+    for sizes in ((1000, 10), (10, 1000)):
+        shapes: list[dict[str, Any]] = [
+            {"Input Dims": [[n]], "Input type": ["float"]} for n in sizes
         ]
-        return [event("cpu_op", "aten::mm", 0, 200, 5), *calls]
-
-    paths = save_ranks(tmp_path, ranges(10, 20), ranges(100, 100))
-    assert columns(*paths) == {"0": ["0.09", "0"], "1": ["0", "0.09"]}
+        ranks.append(gloo((10, sizes[0], shapes[0]), (11, sizes[1], shapes[1])))
+    assert columns(*save_ranks(tmp_path, *ranks)) == {"0": ["0", "0"], "1": ["0", "0"]}
 
 
 def test_ranks_wait_in_custom_all_reduces(tmp_path: Path) -> None:
     """vLLM's kernel has no arguments in a trace. Rank 1 arrives 40 us later."""
     name = "void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)"
     ranks = [kernel(GEMM, 0, 50 + late) + kernel(name, 50 + late, 50 - late) for late in (0, 40)]
-    paths = save_ranks(tmp_path, *ranks)
-    assert columns(*paths) == {"0": ["0.04", "0"], "1": ["0", "0.04"]}
+    assert columns(*save_ranks(tmp_path, *ranks)) == {"0": ["0.04", "0"], "1": ["0", "0.04"]}
 
 
-# -- matching calls across ranks ----------------------------------------------------------------
-
-
-def gathers(dropped: bool = False, numbered: bool = True, windows: int = 0) -> Events:
-    """Three steps of four all-gathers of 9, 1, 9 and 1 ms.
-
-    dropped: without the first one of each step. windows: number of the first step.
-    """
+def gathers(calls: int = 4, numbered: bool = True, windows: int = 0) -> Events:
+    """Three steps of all-gathers of 9, 1, 9 and 1 ms, or the last `calls` of them. windows: number
+    of the first step."""
     events = []
     for number in range(3):
         start = 1000 + number * 50_000
         events += step(number, start - 20, 49_900)
-        for call, length in enumerate((9000, 1000, 9000, 1000)):
+        for call, length in list(enumerate((9000, 1000, 9000, 1000)))[-calls:]:
             seq: dict[str, Any] = {"Seq": 4 * (number + windows) + call, "Comms Id": 77}
-            if not (dropped and call == 0):
-                at = start + 12_000 * call
-                events += collective(
-                    "_allgather_base", at, length, 100 * length, **(seq if numbered else {})
-                )
+            about = seq if numbered else {}
+            at = start + 12_000 * call
+            events += collective("_allgather_base", at, length, 100 * length, **about)
     return events
 
 
 def test_calls_are_matched_by_seq(tmp_path: Path) -> None:
-    paths = save_ranks(tmp_path, gathers(), gathers(dropped=True))
+    paths = save_ranks(tmp_path, gathers(), gathers(3))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
     # rank 0's steps take 50, 50 and 37 ms, of which the three calls of 9 ms were left out; those of
     # rank 1 take 50, 50 and 25 ms. 11 ms a step were compared: 33/137 and 33/125
@@ -297,26 +280,9 @@ def test_calls_are_matched_by_seq(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, gathers(), gathers(windows=1))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
     assert remarks(*paths)[0] == "# left out 8 calls of dp that some traces do not contain"
-
-
-def test_without_seq_unequal_numbers_of_calls_are_left_out(tmp_path: Path) -> None:
-    paths = save_ranks(tmp_path, gathers(numbered=False), gathers(True, numbered=False))
+    paths = save_ranks(tmp_path, gathers(numbered=False), gathers(3, numbered=False))
     assert columns(*paths) == {"0": ["-", "-"], "1": ["-", "-"]}
     why = "the ranks have different numbers of calls; torch 2.12 and later number them (Seq)"
     assert f"# left out all_gather of dp in 3 steps: {why}" in remarks(*paths)
     paths = save_ranks(tmp_path, gathers(numbered=False), gathers(numbered=False))
-    assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
-
-
-def test_without_seq_calls_of_different_sizes_are_not_swapped(tmp_path: Path) -> None:
-    """Two threads of gloo start a large and a small all-reduce in another order on rank 1."""
-
-    def ranges(first: int, second: int) -> Events:
-        events = [event("cpu_op", "aten::mm", 10, first, 5)]
-        for thread, (size, start) in enumerate(((first, 10), (second, 11))):
-            shape: dict[str, Any] = {"Input Dims": [[size]], "Input type": ["float"]}
-            events.append(event("user_annotation", "gloo:all_reduce", start, size, thread, **shape))
-        return events
-
-    paths = save_ranks(tmp_path, ranges(1000, 10), ranges(10, 1000))
     assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}

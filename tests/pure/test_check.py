@@ -16,14 +16,11 @@ def weight(*values: float) -> nn.Module:
     return model
 
 
-def test_a_digest_depends_on_the_last_bit_and_detects_nan_and_inf() -> None:
+def test_digests_and_replicas() -> None:
     next_up = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
     assert digest(weight(1, 2)) == digest(weight(1, 2)) != digest(weight(next_up, 2))
     assert digest(weight(1, 2)) != digest(weight(2, 1))
     assert digest(weight(math.nan, 1)) == digest(weight(1, -math.inf)) == "not finite"
-
-
-def test_replicas() -> None:
     assert compare_replicas(["x", "x", "x"], [4, 5, 6]) is None
     differ = "after the steps the parameters of rank {} differ from rank 4's"
     assert compare_replicas(["x", "y", "x"], [4, 5, 6]) == differ.format("5")

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from harness import cli, exits
 
 
-def test_types() -> None:
+def test_values_of_flags() -> None:
     kinds: Any = (
         *((cli.size, "8", 8), (cli.size, "64K", 65536), (cli.size, "1.5M", 1572864)),
         *((cli.size, "1g", 2**30), (cli.fraction, "5%", 0.05), (cli.fraction, "0.05", 0.05)),
@@ -34,6 +34,9 @@ def test_types() -> None:
             cli.size(text)
     for count in (1, 1000, 1024, 3 * 2**20, 2**34):
         assert cli.size(cli.show_size(count)) == pytest.approx(count, rel=1e-3)
+    assert parse("--batch_size=4").batch_size == 4
+    assert parse("--json=a_b.jsonl").json == "a_b.jsonl"
+    assert parse("--distributed_backend", "NCCL").backend == "nccl"
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -41,12 +44,6 @@ def parse(*words: str) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=cli.positive_int)
     cli.add_common_flags(parser)
     return parser.parse_args(words)
-
-
-def test_underscores_and_values_with_equals() -> None:
-    assert parse("--batch_size=4").batch_size == 4
-    assert parse("--json=a_b.jsonl").json == "a_b.jsonl"
-    assert parse("--distributed_backend", "NCCL").backend == "nccl"
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [("00", True), ("x", True), ("1", False)])
@@ -90,10 +87,7 @@ def test_leave_skips_deallocation() -> None:
         run = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=exits.ROOT)
         assert (run.returncode, run.stdout) == (status, out)
         assert ("ZeroDivisionError" in run.stderr) == (status == 1)
-
-
-def test_a_full_stderr_does_not_change_the_status() -> None:
-    """Python flushes stderr at exit, and would end with status 120."""
+    # Python flushes stderr at exit, and would end with status 120.
     command = [sys.executable, "-c", "from harness import exits; exits.refuse('a mistake')"]
     buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "wb") as full:
@@ -111,14 +105,6 @@ Failed to initialize NCCL communicator: invalid usage\x20
 NCCL Last Error: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"""
 
 
-def test_the_last_error_of_nccl_is_part_of_the_line() -> None:
-    legacy, nccl2 = (exits.describe(RuntimeError(text)) for text in (LEGACY, NCCL2))
-    assert legacy.endswith("2.28.9: Call to ibv_create_cq failed with error Cannot allocate memory")
-    assert nccl2.startswith("RuntimeError: Failed to initialize NCCL communicator: invalid usage: ")
-    assert nccl2.endswith(": Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000")
-    assert exits.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"  # no last error
-
-
 # the message of torch 2.14 for a full GPU, and for a process with a memory limit
 FULL = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 79.11 GiB of "
@@ -132,7 +118,7 @@ ADVICE = (
 )
 
 
-def test_out_of_memory_is_shortened_to_one_line() -> None:
+def test_errors_of_torch_are_shortened_to_one_line() -> None:
     short = FULL.strip()
     process = "Including non-PyTorch memory, this process has 77.16 GiB memory in use. "
     for text in (FULL + process + ADVICE, FULL + "Process 7 has 78 GiB memory in use. " + ADVICE):
@@ -145,6 +131,11 @@ def test_out_of_memory_is_shortened_to_one_line() -> None:
     assert exits.describe(limited) == f"OutOfMemoryError: {short} 11.87 GiB allowed"
     wrapped = RuntimeError(f"rank 1: {FULL}{ADVICE}\nsecond line")
     assert exits.describe(wrapped) == f"RuntimeError: rank 1: {short}"
+    legacy, nccl2 = (exits.describe(RuntimeError(text)) for text in (LEGACY, NCCL2))
+    assert legacy.endswith("2.28.9: Call to ibv_create_cq failed with error Cannot allocate memory")
+    assert nccl2.startswith("RuntimeError: Failed to initialize NCCL communicator: invalid usage: ")
+    assert nccl2.endswith(": Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000")
+    assert exits.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"  # no last error
 
 
 def test_the_version_comes_from_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

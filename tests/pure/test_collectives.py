@@ -84,12 +84,6 @@ def test_spread_of_samples() -> None:
     assert row.split()[9:13] == row.split()[17:21] == ["1.00", "200.00", "198.00", "57.45"]
 
 
-def test_scan() -> None:
-    assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
-    assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # a step of at least one byte
-    assert collectives.scan(10, 50, 20, 2.0) == [10, 30, 50]
-
-
 def planned(flags: str, groups: list[list[int]], device: str = "cpu") -> dict[str, Any]:
     """The planned cases of each table."""
     return collectives.plan(collectives.parse_args(flags.split()), device, groups)
@@ -107,6 +101,9 @@ def test_counts_are_those_of_nccl_tests() -> None:
     assert (name, ranks, key["group_ranks"]) == ("all_gather float32, 8 bytes", 4, 2)
     with pytest.raises(ValueError, match="reduce requires a rank of its group, 0 to 1, got 2"):
         collectives.check_root(Mock(collective=["reduce"], beside=None, root=2), 2)
+    assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
+    assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # a step of at least one byte
+    assert collectives.scan(10, 50, 20, 2.0) == [10, 30, 50]
 
 
 def test_calls_per_sample() -> None:

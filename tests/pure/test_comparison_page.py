@@ -1,8 +1,8 @@
-"""report.py with two sides: the page begins with the comparison, and agrees with the output of
-compare.py and ab.py. tests/test_report_page.py opens such a page in a browser."""
+"""report.py with two sides: the page agrees with the output of compare.py and ab.py."""
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +27,7 @@ Change = Callable[[int, Cases], tuple[Cases, dict[str, Any]]]
 
 def side(folder: Path, factors: list[float], seed: int, runs: int = 5, **more: Any) -> str:
     """A folder of reports of three cases, which take 0.1, 0.2 and 0.3 s times these factors.
-
-    change: a function of the number and the cases of a run that returns its cases and entries.
-    """
+    change: a function of the number and the cases of a run that returns its cases and entries."""
     change: Change = more.pop("change", lambda i, cases: (cases, {}))
     times = [alike(runs, 0.1 * (k + 1) * x, seed + 10 * k, 0.003) for k, x in enumerate(factors)]
     for i in range(runs):
@@ -50,8 +48,7 @@ def is_disturbed(i: int, cases: Cases) -> tuple[Cases, dict[str, Any]]:
 
 
 def assert_agree(page: str, printed: str) -> None:
-    """The page has each cell of the printed table, and the same notes and warnings apart from
-    folders."""
+    """The page has each cell of the printed table, and the same notes."""
     header, *rows = tables_of(page)["Verdicts"]
     by_name = [dict(zip(header, row, strict=True)) for row in rows]
     columns = [*COLUMNS[:4], *(name for name in header if "interval" in name), header[1]]
@@ -103,26 +100,23 @@ def test_runs_that_are_left_out_are_named_with_their_reason(tmp_path: Path) -> N
     assert [row[-1] for row in tables["Verdicts"][1:]] == ["5 of 5, 3 of 6"] * 3 + [""]
     heads, *rows = tables["Runs"]
     found = {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
-    why = "why it does not count"
-    busy = "other processes used more than a tenth of the cores: 1.5 of 2 cores"
-    assert {name: row[why] for name, row in found.items() if row[why]} == {
-        "test/02": busy,
-        "test/04": busy,
-        "test/09": "a copy of test/01",
-    }
-    assert found["test/02"]["counts in"] == "0 of 3"
-    assert found["test/01"]["counts in"] == "3 of 3"
+    busy = "other processes used more than a tenth of the cores: "
+    whys = {name: why for name, row in found.items() if (why := row["why it does not count"])}
+    disturbed = dict.fromkeys(("test/02", "test/04"), f"{busy}1.5 of 2 cores")
+    assert whys == disturbed | {"test/09": "a copy of test/01"}
+    assert [found[f"test/0{n}"]["counts in"] for n in (1, 2)] == ["3 of 3", "0 of 3"]
     assert found["test/01"]["CPU use by other processes"] == "0.02 of 2 cores"
     warnings = lines_of(page, "warning")
     assert "left out: a copy of test/01: test/09" in warnings
-    what = "left out: other processes used more than a tenth of the cores: "
-    assert f"{what}test/02 (1.5 of 2 cores), test/04 (1.5 of 2 cores)" in warnings
+    assert f"left out: {busy}test/02 (1.5 of 2 cores), test/04 (1.5 of 2 cores)" in warnings
 
 
 def test_differences_of_the_environments_are_shown(tmp_path: Path) -> None:
     old, new = ({"devices": [d], "torch": t} for d, t in (("H100", "2.14"), ("A100", "2.15")))
-    base = side(tmp_path / "base", [1, 1, 1], 1, environment=old)
-    test = side(tmp_path / "test", [1, 1, 1], 2, environment=new)
+    base, test, other = (
+        side(tmp_path / str(i), [1, 1, 1], i, environment=about)
+        for i, about in enumerate((old, new, old))
+    )
     page = page_of(tmp_path, base, "--test", test)
     assert tables_of(page)["Differences of the environments"] == [
         ["field", "BASE", "TEST"],
@@ -130,12 +124,9 @@ def test_differences_of_the_environments_are_shown(tmp_path: Path) -> None:
         ["torch", "2.14", "2.15"],
     ]
     assert "The hardware differs: devices." in lines_of(page, "warning")
-    same = page_of(tmp_path, base, "--test", side(tmp_path / "b", [1, 1, 1], 3, environment=old))
+    same = page_of(tmp_path, base, "--test", other)
     assert "The environments of the two sides do not differ." in lines_of(same, "")
     assert "Differences of the environments" not in tables_of(same)
-
-
-# -- folders of ab.py ------------------------------------------------------------------------------
 
 
 def test_a_folder_of_ab_py(tmp_path: Path) -> None:
@@ -160,7 +151,6 @@ def test_a_folder_of_ab_py(tmp_path: Path) -> None:
 
 
 def test_a_command_against_itself(tmp_path: Path) -> None:
-    """Table, page and JSON have the smallest change that this number of runs can show."""
     words = ("--out", str(tmp_path / "out"), "--a", fake(tmp_path, "0.1 x"), "--runs", "4")
     done = run("ab.py", *words)
     # the times of fake.py depend only on the round
@@ -196,12 +186,8 @@ def test_a_folder_that_was_interrupted(tmp_path: Path) -> None:
     assert "is not a complete folder of ab.py: " in done.stderr
 
 
-# -- names -----------------------------------------------------------------------------------------
-
-
 def test_a_page_has_no_absolute_paths(tmp_path: Path) -> None:
-    """Neither those of reports nor those in commands and variables. Different paths remain
-    different."""
+    """Neither of reports nor in commands and variables. Different paths remain different."""
     folders = {name: f"/home/me/{name}/train.py" for name in ("base", "head")}
     for name, script in folders.items():
         variables = {"HF_HOME": "/data/models/hf", "LD_PRELOAD": f"/opt/{name}/lib/libx.so"}
@@ -210,10 +196,8 @@ def test_a_page_has_no_absolute_paths(tmp_path: Path) -> None:
         cases = [case("/scratch/me/x.bin", key=key, check="skipped: /scratch/me/x.bin is gone")]
         argv = [script, "--data", "/data/set/train", "--json", str(tmp_path / name)]
         write(tmp_path / name / "r.jsonl", *cases, argv=argv, environment=inside)
-    for words in (
-        (str(tmp_path),),
-        (str(tmp_path / "base"), "--test", str(tmp_path / "head"), "--ignore-key", "setting"),
-    ):
+    sides = str(tmp_path / "base"), "--test", str(tmp_path / "head"), "--ignore-key", "setting"
+    for words in ((str(tmp_path),), sides):
         page = page_of(tmp_path, *words)
         (tmp_path / "page.html").unlink()
         for folder in (str(tmp_path), "/home/me", "/data", "/opt", "/scratch"):
@@ -236,9 +220,6 @@ def test_short_names_by_hand() -> None:
     assert without_folders([text])(text) == (
         "a .../2.14/bin/run b=.../2.15/bin/run:.../lib64 12 GB/s http://x.org/a/b ~/c/d /tmp"
     )
-
-
-# -- figures ---------------------------------------------------------------------------------------
 
 
 def compared(tmp_path: Path, **more: Any) -> Any:
@@ -264,14 +245,9 @@ def test_the_plot_has_every_run(tmp_path: Path) -> None:
     comparison = compared(tmp_path, change=is_disturbed)
     (figure,) = all_runs(comparison, ("BASE", "TEST"))
     assert len(points(figure, "o")) == 3 * (5 + 3)
-    crosses = points(figure, "x")
-    assert len(crosses) == 3 * 2
-    assert {y % 1 for _, y, _ in crosses} == {0.0}  # the lane of TEST
-    product = 1.0
-    for x, y, _ in points(figure, "o"):
-        if y == -0.24:
-            product *= x
-    assert product == pytest.approx(1, abs=5e-3)
+    assert [y % 1 for _, y, _ in points(figure, "x")] == [0.0] * 3 * 2  # the lane of TEST
+    of_base = [x for x, y, _ in points(figure, "o") if y == -0.24]
+    assert math.prod(of_base) == pytest.approx(1, abs=5e-3)
     diamonds = [x for x, _, _ in points(figure, "D")]
     assert diamonds == [round(case.ratio, 3) for case in comparison.cases]
     texts = [text.get_text() for text in figure.axes[0].texts]
@@ -290,15 +266,6 @@ def test_the_plot_has_every_run(tmp_path: Path) -> None:
     assert len(points(figure, "D")) == 1
 
 
-def sweep(count: int, hooks: tuple[str, ...], ranks: tuple[int, ...]) -> list[dict[str, Any]]:
-    lines = []
-    for hook, n in itertools.product(hooks, ranks):
-        key = {"model": "m", "ranks": n, "ddp": True, "comm_hook": hook}
-        rate = estimate(10.0 * n * count, 9.0 * n * count, 11.0 * n * count)
-        lines.append(case(f"{n} {hook}", key=key, metrics={"samples_per_s": rate}))
-    return lines
-
-
 def covered(figure: Figure) -> bool:
     """Whether the legend covers the axes, where the points are."""
     figure.draw_without_rendering()
@@ -307,14 +274,25 @@ def covered(figure: Figure) -> bool:
     return bool(legend and legend.get_window_extent().overlaps(axes.get_window_extent().padded(-1)))
 
 
+def has_room(figure: Figure) -> bool:
+    """Whether no label of the y axis covers another."""
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    return not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+
+
 def test_one_figure_for_each_setting_and_no_legend_over_points(tmp_path: Path) -> None:
     """Each report is a curve. Settings with only one number of ranks are bars of one figure."""
     hooks = ("none", "bf16", "a hook with a long name")
-    paths = [
-        write(tmp_path / f"{name}.jsonl", *sweep(i + 1, hooks, (1, 2, 4)))
-        for i, name in enumerate(("first", "second"))
-    ]
-    figures = draw(load(paths))
+    paths = []
+    for name, ranks in (("first", (1, 2, 4)), ("second", (1, 2, 4)), ("single", (2,))):
+        cases = []
+        for hook, n in itertools.product(hooks, ranks):
+            key = {"model": "m", "ranks": n, "ddp": True, "comm_hook": hook}
+            rate = estimate(10.0 * n, 9.0 * n, 11.0 * n)
+            cases.append(case(f"{n} {hook}", key=key, metrics={"samples_per_s": rate}))
+        paths.append(write(tmp_path / f"{name}.jsonl", *cases))
+    figures = draw(load(paths[:2]))
     titles = [f"samples/s, m, comm hook {hook}" for hook in hooks]
     assert [figure.get_label() for figure in figures] == titles
     for figure in figures:
@@ -322,19 +300,11 @@ def test_one_figure_for_each_setting_and_no_legend_over_points(tmp_path: Path) -
         assert legend
         assert len(legend.get_texts()) == 2
         assert not covered(figure)
-    single = write(tmp_path / "single.jsonl", *sweep(1, hooks, (2,)))
-    (bars,) = draw(load([single]))
+    (bars,) = draw(load(paths[2:]))
     assert len(bars.axes[0].get_yticklabels()) == 3
     assert not covered(bars)
     (runs,) = all_runs(compared(tmp_path, change=is_disturbed), ("a" * 30, "b" * 30))
     assert not covered(runs)
-
-
-def has_room(figure: Figure) -> bool:
-    """Whether no label of the y axis covers another."""
-    figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
-    return not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
 
 
 def test_many_cases_have_a_row_each(tmp_path: Path) -> None:
@@ -357,10 +327,8 @@ def test_many_cases_have_a_row_each(tmp_path: Path) -> None:
 def test_answers_of_several_reports_are_a_table(tmp_path: Path) -> None:
     """The answer of a single report is in bold."""
     for name in ("a", "b"):
-        path = tmp_path / f"{name}.jsonl"
-        write(path, case("x"), status=None)
         end = {"status": "complete", "answer": [f"{name} is fast", "and right"]}
-        path.write_text(f"{path.read_text()}{json.dumps(end)}\n")
+        write(tmp_path / f"{name}.jsonl", case("x"), end, status=None)
     page = page_of(tmp_path, str(tmp_path / "a.jsonl"))
     assert lines_of(page, "answer") == ["a is fast", "and right"]
     page = page_of(tmp_path, str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))

@@ -70,8 +70,7 @@ def test_ranks_with_other_arguments_or_files(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_differs_between_nodes_gpus_and_ranks() -> None:
-    """400 of 1,200 nodes have half of the cores. One has another kernel and power limit, one
-    another driver and number of threads, and one sets other variables."""
+    """400 of 1,200 nodes have half of the cores, and nodes 3, 5 and 7 differ otherwise."""
     gpu = dict.fromkeys(nodes.OF_GPUS, "x") | {"index": "0", "power.limit": "700.00 W"}
     names = [f"n{i}" for i in range(1200)]
     same = {"local_rank": 0, "threads": 4, "cores": 8}
@@ -101,18 +100,8 @@ def test_what_differs_between_nodes_gpus_and_ranks() -> None:
     ]
 
 
-def test_variables_that_can_affect_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--resume compares these of a run; a variable of another program is not among them."""
-    names = "LD_PRELOAD LD_LIBRARY_PATH PYTHONMALLOC PYTHONOPTIMIZE MALLOC_ARENA_MAX NCCL_ALGO "
-    names += "RCCL_X TORCH_X OMP_X GLOO_X UCX_X FI_X MLX5_X HSA_X"
-    given = dict.fromkeys(names.split(), "1")
-    monkeypatch.setattr(os, "environ", given | {"EDITOR": "vi"})
-    assert environment.user_variables() == given
-
-
-def test_variables_of_some_ranks() -> None:
-    """Relative to rank 0, whose variables are all in the report. Variables that differ by design
-    are left out."""
+def test_variables_of_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to rank 0, without variables that differ by design."""
     by_design = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "7", "NCCL_IB_HCA": "mlx5_0"}
     by_design |= {"UCX_NET_DEVICES": "mlx5_0:1", "OMP_PLACES": "{0}", "OMP_NUM_THREADS": "2"}
     by_design |= {"TRITON_CACHE_DIR": "/1", "TORCHELASTIC_X": "1", "GOMP_CPU_AFFINITY": "0"}
@@ -130,6 +119,12 @@ def test_variables_of_some_ranks() -> None:
         {"ranks": [1, 2, 3], "variables": without_fi},
         {"ranks": [4, 5, 6], "variables": {**without_fi, "NCCL_ALGO": "Ring"}},
     ]
+    # --resume compares these of a run; a variable of another program is not among them.
+    names = "LD_PRELOAD LD_LIBRARY_PATH PYTHONMALLOC PYTHONOPTIMIZE MALLOC_ARENA_MAX NCCL_ALGO "
+    names += "RCCL_X TORCH_X OMP_X GLOO_X UCX_X FI_X MLX5_X HSA_X"
+    given = dict.fromkeys(names.split(), "1")
+    monkeypatch.setattr(os, "environ", given | {"EDITOR": "vi"})
+    assert environment.user_variables() == given
 
 
 def test_warnings_in_the_first_lines() -> None:
@@ -169,11 +164,7 @@ def test_the_state_of_gpus_comes_from_nvidia_smi(
     other_jobs = gpu | {"uuid": "GPU-2"}
     ranks = [{"uuid": "5e9f2c"}, {"uuid": "of an instance"}, {"uuid": ""}]  # the last: on the CPU
     assert environment.used_gpus([other_jobs, gpu, mig], ranks) == [gpu, mig]
-
-
-def test_broken_and_missing_gpus() -> None:
-    """All GPUs with errors and the number of missing ones are named. The number of GPUs is that of
-    the node, of which the ranks may use fewer."""
+    # The number of GPUs is that of the node, of which the ranks may use fewer.
     errors = enumerate(("0", "[N/A]", "1", "20", "0"))
     gpus = [{"index": str(i), environment.UNCORRECTED: count} for i, count in errors]
     found = {"gpus": [gpus, gpus[:2], gpus[2:3]], "gpu_counts": [8, 7, 7]}
@@ -218,58 +209,41 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
-    """The refusal of a plain python process with these variables of a launcher."""
-    for name, value in values.items():
-        given.setenv(name, value)
-    with pytest.raises(SystemExit, match="2"):
-        exits.refuse_worlds_of_one()
-    (line,) = capsys.readouterr().err.splitlines()
-    return str(line)
-
-
-def test_python_instead_of_torchrun(alone: pytest.MonkeyPatch, capsys: Any) -> None:
-    for values, said in (
-        ({"PET_NPROC_PER_NODE": "auto"}, "PET_NNODES=1 and PET_NPROC_PER_NODE=auto"),
-        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, "NNODES=2 and PET_NPROC_PER_NODE=4"),
-    ):
-        words = f"{said} configure torchrun, but python was started; start torchrun"
-        assert words in one_world(alone, capsys, **values)
-
-
 POOLS = '{"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}}'
 CLOUDS = {"SKYPILOT_NUM_NODES": "3", "SM_HOSTS": '["a", "b", "c"]', "CLUSTER_SPEC": POOLS}
 
 
-@pytest.mark.parametrize("name", CLOUDS)
-def test_nodes_of_a_cloud(name: str, alone: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Not with one node, nor for a variable of another form, nor once torchrun joins the nodes."""
-    for other in ("1", '["a"]', '{"cluster": {"workerpool0": ["a:1"]}}', "{}", "null", "x"):
-        alone.setenv(name, other)
-        exits.refuse_worlds_of_one()
-    line = one_world(alone, capsys, **{name: CLOUDS[name]})
-    assert f"{name} lists 3 nodes, but each would run as a world of its own; start torchr" in line
-    alone.setenv("RANK", "0")
-    exits.refuse_worlds_of_one()
-
-
-def test_tasks_of_a_launcher_without_its_wrapper(alone: pytest.MonkeyPatch, capsys: Any) -> None:
-    for _, size in exits.read_launchers():
-        words = f"{size}=4, but each task would run as a world of one; start them with launch/"
-        assert words in one_world(alone, capsys, **{size: "4"})
-        alone.delenv(size)
-
-
-def test_a_copy_without_the_list_of_launchers_starts(
-    alone: pytest.MonkeyPatch, tmp_path: Path
+def test_processes_without_torchrun_or_without_its_wrapper(
+    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Like a script in a tutorial that was copied without launch/."""
+    """Each would be a world of one rank. Not with one node, nor once a launcher has joined them."""
+    torchrun = "configure torchrun, but python was started; start torchrun"
+    cloud = "lists 3 nodes, but each would run as a world of its own; start torchrun"
+    task = "but each task would run as a world of one; start them with launch/"
+    rows = [({name: text}, f"{name} {cloud}") for name, text in CLOUDS.items()]
+    rows += [({size: "4"}, f"{size}=4, {task}") for _, size in exits.read_launchers()]
+    for values, words in (
+        *rows,
+        ({"PET_NPROC_PER_NODE": "auto"}, f"PET_NNODES=1 and PET_NPROC_PER_NODE=auto {torchrun}"),
+        ({"PET_NNODES": "2"}, f"PET_NNODES=2 and PET_NPROC_PER_NODE=1 {torchrun}"),
+    ):
+        with alone.context() as patch:
+            for name, value in values.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit, match="2"):
+                exits.refuse_worlds_of_one()
+            (line,) = capsys.readouterr().err.splitlines()
+            assert words in line
+            patch.setenv("RANK", "0")
+            exits.refuse_worlds_of_one()
+    for name in CLOUDS:
+        for other in ("1", '["a"]', '{"cluster": {"workerpool0": ["a:1"]}}', "{}", "null", "x"):
+            alone.setenv(name, other)
+            exits.refuse_worlds_of_one()
+    # Like a script in a tutorial that was copied without launch/.
     alone.setattr("harness.exits.ROOT", tmp_path)
     assert exits.read_launchers() == []
     assert find_world() == (0, 0, 1, 1)
-
-
-# -- CPU use by other processes --------------------------------------------------------------------
 
 
 def test_cpu_use_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +279,7 @@ def test_cpu_use_of_the_job() -> None:
 
 
 def test_a_run_is_disturbed_above_a_tenth_of_the_cores() -> None:
-    """The node with the highest use counts. It is not measured while two commands are
-    interleaved."""
+    """The node with the highest use counts."""
     quiet, busy, busiest = [Others(0.2, 2), Others(6.0, 64)], Others(0.21, 2), Others(1.6, 2)
     told = environment.others_text(["a", "b", "c"], [*quiet, busy])
     assert told == "other processes used 0.2 of 2 cores of c"
@@ -315,7 +288,7 @@ def test_a_run_is_disturbed_above_a_tenth_of_the_cores() -> None:
         job = Mock(broadcast=lambda value: value)
         return Benchmark.disturbed(Mock(job=job, load_of_others=lambda: loads))
 
-    assert taken() is None
+    assert taken() is None  # while two commands are interleaved
     assert taken(*quiet) is None
     assert taken(busy, busiest, *quiet) == busiest
 

@@ -14,10 +14,7 @@ def test_arithmetic_of_intervals() -> None:
     assert Estimate(20, 18, 22) * 2 == Estimate(40, 36, 44)
     assert 1 - Estimate(0.25, 0.125, 0.5) == Estimate(0.75, 0.5, 0.875)
     assert Estimate(20) / Estimate(10, 8, 12) == Estimate(20, 18, 22) / Estimate(10) == Estimate(2)
-
-
-def test_values_within_the_interval() -> None:
-    """Without an interval any value is possible, so nothing is stated as certain."""
+    # Without an interval any value is possible, so nothing is stated as certain.
     number, unknown = Estimate(2, 1, 4), Estimate(2)
     assert (number.relative, unknown.relative) == (1, None)
     assert number.may_be(1)
@@ -52,9 +49,6 @@ def test_wording() -> None:
         (Estimate(1.9, 1.7, 2.0).as_factor(2, "ranks"), "1.90 times (1.70 to 2.00)"),
     ):
         assert words == expected
-
-
-def test_significant_digits_include_trailing_zeros() -> None:
     numbers = (193, -28.9, 0.02, 9.9996, 1234.4, 12345.6, 0, 5.2e-5)
     words = "193.0 -28.90 0.02000 10.00 1,234 12,346 0 5.200e-05"
     assert " ".join(map(significant, numbers)) == words

@@ -2,6 +2,7 @@
 
 The gate, the table and the page agree about them."""
 
+import itertools
 import json
 import re
 import shutil
@@ -12,7 +13,7 @@ import pytest
 
 from analysis.compare import show
 from analysis.runs.load import load
-from analysis.runs.verdicts import Comparison, Design, compare
+from analysis.runs.verdicts import Design, compare
 from tests.pure.reports import case, run, runs, write
 from tests.pure.tables import UNITS
 
@@ -26,15 +27,10 @@ def gate(base: str, test: str, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def judged(
-    folder: Path, base: list[float], test: list[float], *more: str, **about: Any
-) -> tuple[int, str]:
+def judged(folder: Path, base: list[float], test: list[float], *more: str, **about: Any) -> Any:
     """The same for runs of these seconds."""
     sides = runs(folder / "a", base, **about), runs(folder / "b", test, **about)
     return gate(*sides, *more)
-
-
-# -- copies ----------------------------------------------------------------------------------------
 
 
 def test_a_copied_run_does_not_count_twice(tmp_path: Path) -> None:
@@ -42,7 +38,7 @@ def test_a_copied_run_does_not_count_twice(tmp_path: Path) -> None:
     1.066."""
     for side, times in (("old", [1.0, 1.02]), ("new", [1.04, 1.06])):
         runs(tmp_path / side, times)
-        for copy in ("backup1", "backup2"):
+        for copy in ("1", "2"):
             shutil.copytree(tmp_path / side, tmp_path / copy)
             shutil.move(tmp_path / copy, tmp_path / side / copy)
     status, printed = gate(str(tmp_path / "old"), str(tmp_path / "new"))
@@ -51,30 +47,23 @@ def test_a_copied_run_does_not_count_twice(tmp_path: Path) -> None:
     row = r"no ddp +1.010 s +1.050 s +1.04x slower +0.97\d+ to 1.10\d+ +undecided"
     assert re.search(row, printed)
     assert re.search(r"# warning: left out: a copy of \S+old/00.jsonl: \S+/00.jsonl, \S+", printed)
+    shutil.copytree(tmp_path / "old", tmp_path / "old again")
+    assert gate(str(tmp_path / "old"), str(tmp_path / "old again"))[0] == 4
 
 
 def test_a_copy_from_before_the_end_of_the_run(tmp_path: Path) -> None:
-    """Of each run there is a copy without its last line, which comes first. The run itself
-    counts."""
-    for side in "ab":
-        for number in range(2):
-            path = Path(runs(tmp_path / side / f"{number} z", [1.0 + 0.001 * number])) / "00.jsonl"
-            copy = tmp_path / side / f"{number} a.jsonl"
-            copy.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    """Copies without the last line come first, but the runs themselves count."""
+    for side, number in itertools.product("ab", range(2)):
+        path = Path(runs(tmp_path / side / f"{number} z", [1.0 + 0.001 * number])) / "00.jsonl"
+        whole = path.read_text().splitlines(keepends=True)
+        (tmp_path / side / f"{number} a.jsonl").write_text("".join(whole[:-1]))
     status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
     assert status == 0
     run_0, copy_0 = f"{tmp_path}/a/0 z/00.jsonl", f"{tmp_path}/a/0 a.jsonl"
     assert f"# warning: left out: a copy of {run_0}: {copy_0}" in printed
 
 
-def test_a_copy_of_the_other_side_has_no_verdict(tmp_path: Path) -> None:
-    base = runs(tmp_path / "a", [1.0, 1.0, 1.0])
-    shutil.copytree(base, tmp_path / "b")
-    assert gate(base, str(tmp_path / "b"))[0] == 4
-
-
 def test_pairs_of_copies_count_once(tmp_path: Path) -> None:
-    """As of commands that print a cached report."""
     begin = {"started_at": "2026-01-01T00:00:00+00:00"}
     base, test = (
         load([runs(tmp_path / f"{seconds}{i}", [seconds], **begin) for i in range(3)])
@@ -86,14 +75,8 @@ def test_pairs_of_copies_count_once(tmp_path: Path) -> None:
 
 
 def test_runs_of_the_same_second_with_different_samples_are_two_runs(tmp_path: Path) -> None:
-    for side in "ab":
-        for number in range(3):
-            times = [1.0 + 0.001 * number]
-            write(tmp_path / side / f"{number}.jsonl", case("x", times), started_at=f"{side} 12:00")
-    assert gate(str(tmp_path / "a"), str(tmp_path / "b"))[0] == 0
-
-
-# -- failed, missing, interrupted ------------------------------------------------------------------
+    sides = [1.0, 1.001, 1.002], [1.0005, 1.0015, 1.0025]
+    assert judged(tmp_path, *sides, started_at="2026-01-01T00:00:00")[0] == 0
 
 
 def test_runs_of_test_in_which_the_case_failed_or_is_missing(tmp_path: Path) -> None:
@@ -116,7 +99,7 @@ def test_runs_of_test_in_which_the_case_failed_or_is_missing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("status", ["failed", None])
 def test_a_run_that_did_not_end_normally_does_not_count(tmp_path: Path, status: str | None) -> None:
-    """status: None for an interrupted run. No case failed, but the run did not end normally."""
+    """status: None for an interrupted run."""
     base = runs(tmp_path / "a", [1.0, 1.001, 0.999])
     test = runs(tmp_path / "b", [1.0, 1.001, 0.999], status=status)
     gave, printed = gate(base, test)
@@ -137,9 +120,6 @@ def test_an_interval_without_information_is_not_printed(tmp_path: Path) -> None:
     assert "about half of the time" not in printed
 
 
-# -- load ------------------------------------------------------------------------------------------
-
-
 def test_disturbed_runs_are_left_out(tmp_path: Path) -> None:
     """12 reports while another process uses 1.9 of 2 cores. TEST takes 1.12 times as long."""
     times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99]
@@ -154,24 +134,20 @@ def test_disturbed_runs_are_left_out(tmp_path: Path) -> None:
     assert status == 1
     assert re.search(r"^no ddp .* slower \[disturbed runs allowed\]$", printed, re.MULTILINE)
     assert "used up to 1.9 of 2 cores in 12 of 12 runs: disturbed runs allowed" in printed
+    status, printed = judged(tmp_path / "x", [1.0, 1.01, 0.99], [22.0, 22.2, 21.8], **BUSY)
+    assert status == 1
+    assert "slower: a change by a factor of more than 5, which load does not explain" in printed
 
 
 def test_two_quiet_runs_a_side_are_enough(tmp_path: Path) -> None:
     """Runs are left out because of their load, never because of their time."""
     for side, times in (("a", [1.0, 1.001, 1.3]), ("b", [1.2, 1.201, 1.5])):
-        for number, seconds in enumerate(times):
-            others = [[1.0 if number == 2 else 0.2, 2]]
-            times = [seconds * 0.999999]
-            write(tmp_path / side / f"{number}.jsonl", case("x", times), others=others)
+        for seconds in times:
+            busy = 1.0 if seconds in (1.3, 1.5) else 0.2
+            write(tmp_path / side / f"{seconds}.jsonl", case("x", [seconds]), others=[[busy, 2]])
     status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
     assert status == 1
     assert re.search(r"^x +1.000 s +1.200 s +1.20x slower .* slower$", printed, re.MULTILINE)
-
-
-def test_an_effect_too_large_for_load_is_reported(tmp_path: Path) -> None:
-    status, printed = judged(tmp_path, [1.0, 1.01, 0.99], [22.0, 22.2, 21.8], **BUSY)
-    assert status == 1
-    assert "slower: a change by a factor of more than 5, which load does not explain" in printed
 
 
 def test_a_pair_counts_if_both_runs_had_the_same_load(tmp_path: Path) -> None:
@@ -210,14 +186,11 @@ def test_what_qualifies_the_smallest_change(tmp_path: Path) -> None:
     assert "usable pairs" not in text
 
 
-def test_the_load_of_other_nodes_may_be_unknown(tmp_path: Path) -> None:
+def test_loads_of_other_nodes_and_in_a_file_next_to_the_report(tmp_path: Path) -> None:
     """--interleave measures only the load of this machine."""
     about: dict[str, Any] = {"environment": {"torch": "2", "num_nodes": 2, "hosts": ["a", "b"]}}
     _, printed = judged(tmp_path, [1.0, 1.001, 0.999], [1.1, 1.101, 1.099], **about)
     assert "slower [load of other nodes not measured]" in printed
-
-
-def test_the_load_may_be_in_a_file_next_to_the_report(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "01.jsonl", case("x"), others=None))
     assert load([str(path)])[0].loads == []
     (tmp_path / "01.load").write_text(json.dumps({"others": [[0.5, 2]]}))
@@ -252,35 +225,27 @@ def test_the_load_of_a_resumed_report(tmp_path: Path) -> None:
     assert re.search(r"^x .* same \[load not recorded\]$", gate(*sides)[1], re.MULTILINE)
 
 
-# -- printed numbers agree -------------------------------------------------------------------------
-
 ROW = re.compile(r"^(\S.*?) {2,}([\d.]+) (\w+) +([\d.]+) (\w+) +([\d.]+)x( slower| faster)?")
 
 
-def comparison(folder: Path, design: Design) -> Comparison:
-    """Runs of 8 rounds of 3 on a machine that drifts and stutters. TEST has one round more."""
-    for side, factor in (("a", 1.0), ("b", 1.07)):
-        count = 8 + (side == "b")
-        for i in range(5):
-            stutters = [2.5 if (7 * i + 3 * j) % 11 == 0 else 1.0 for j in range(3 * count)]
-            drift = [1 + 0.2 * i + 0.03 * ((5 * j + i) % 7) for j in range(3 * count)]
-            times = [17e-3 * factor * x * y for x, y in zip(stutters, drift, strict=True)]
-            short = case("y", [900e-6 * factor * (1 + i / 9)])
-            path = folder / side / f"{i}.jsonl"
-            write(path, case("x", times, rounds=[3] * count), short)
-    base, test = (load([str(folder / side)]) for side in "ab")
-    return compare(base, test, design)
-
-
 def test_a_printed_ratio_is_the_quotient_of_the_printed_times(tmp_path: Path) -> None:
+    """Runs of 8 rounds of 3 on a machine that drifts and stutters. TEST has one round more."""
+    for side, i in itertools.product("ab", range(5)):
+        factor, count = (1.07, 9) if side == "b" else (1.0, 8)
+        stutters = [2.5 if (7 * i + 3 * j) % 11 == 0 else 1.0 for j in range(3 * count)]
+        drift = [1 + 0.2 * i + 0.03 * ((5 * j + i) % 7) for j in range(3 * count)]
+        times = [17e-3 * factor * x * y for x, y in zip(stutters, drift, strict=True)]
+        long, short = case("x", times, rounds=[3] * count), case("y", [9e-4 * factor * (1 + i / 9)])
+        write(tmp_path / side / f"{i}.jsonl", long, short)
+    base, test = (load([str(tmp_path / side)]) for side in "ab")
     for design in (Design(), Design(paired=True), Design(paired=True, interleaved=True)):
-        text = show(comparison(tmp_path, design))
+        text = show(compare(base, test, design))
         rows = [match for line in text.splitlines() if (match := ROW.match(line))]
         assert len(rows) == 2
         for row in rows:
-            base, test = (float(row[i]) * UNITS[row[i + 1]] for i in (2, 4))
-            quotient = test / base if row[7] == " slower" else base / test
+            b, t = (float(row[i]) * UNITS[row[i + 1]] for i in (2, 4))
+            quotient = t / b if row[7] == " slower" else b / t
             assert float(row[6]) == pytest.approx(quotient, abs=0.0051 + quotient * 1e-3)
-            assert (test > base) == (row[7] == " slower")
+            assert (t > b) == (row[7] == " slower")
         estimator = "# BASE and TEST: geometric means over runs; time of a run: "
         assert f"{estimator}geometric mean over rounds of block medians or median over" in text

@@ -122,8 +122,6 @@ def test_a_training_loop_can_write_a_report(tmp_path: Path) -> None:
     assert 0 <= busy <= cores
 
 
-# -- the workflow of the page, in a scratch repository ---------------------------------------------
-
 # A training script for the scratch repository: 12 steps of the time in the file `seconds`, with the
 # noise that the variable NOISE_... lists by run.
 TRAIN = """

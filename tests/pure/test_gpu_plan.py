@@ -97,8 +97,5 @@ def test_the_plan_judges_tasks_and_enforces_time_limits(tmp_path: Path) -> None:
     assert "4 of 7 tasks are ok" in out
     assert status == 1
     assert not Path(f"/proc/{(folder / 'pid').read_text().strip()}").exists()
-
-
-def test_tasks_without_enough_time_are_left_out(tmp_path: Path) -> None:
     status, _ = run_plan(tmp_path, DEVICE="cpu", ONLY="pp_bubble", SECONDS_IN_ALL="60")
     assert (status, verdicts_of(tmp_path)) == (1, {"pp_bubble": "left-out -"})

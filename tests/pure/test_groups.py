@@ -182,7 +182,7 @@ def test_graphs_in_a_cycle_are_freed_before_groups_are_closed(
     assert not any(alive)
 
 
-def test_an_error_when_a_group_is_closed_does_not_end_the_run(
+def test_errors_when_a_group_is_closed_do_not_end_the_run(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """NCCL raises it in the next call, when the case has already been written."""
@@ -192,26 +192,18 @@ def test_an_error_when_a_group_is_closed_does_not_end_the_run(
     monkeypatch.undo()
     line = "rank 0, closing a group: RuntimeError: NCCL communicator was aborted"
     assert caplog.messages == [line]
-
-
-def test_a_group_that_torch_no_longer_knows_does_not_end_the_run(job: Job) -> None:
-    """NCCL's abort of another group may have destroyed it."""
-    test: Any = dist.new_group([0])
+    # NCCL's abort of another group may have destroyed it.
+    gone: Any = dist.new_group([0])
     control: Any = dist.new_group([0])
-    dist.destroy_process_group(test)
-    ours.close_group(group_of(test, control=control), failed=True)
+    dist.destroy_process_group(gone)
+    ours.close_group(group_of(gone, control=control), failed=True)
     with pytest.raises(ValueError, match="not initialized"):
         dist.get_backend(control)
-
-
-def test_an_abort_that_raises_does_not_end_the_run(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All groups are aborted first, then each is destroyed, even if another abort raises."""
+    # All groups are aborted first, then each is destroyed, even if another abort raises.
     forget = Mock(side_effect=RuntimeError("NCCL error"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", forget)
     test, more = Mock(), Mock()
-    control: Any = dist.new_group([0])
+    control = dist.new_group([0])
     test.abort.side_effect = RuntimeError("NCCL error")
     ours.close_group(group_of(test, more, control=control), failed=True)
     assert more.abort.call_count == 1

@@ -79,9 +79,6 @@ def test_lines_below_a_row() -> None:
     observer = Hints.__new__(Hints)
     assert observer.row(bound, []) == expected
     assert observer.row(case(launch_share={"step": 0.9}), []) == []
-
-
-def test_more_ranks_than_cores_are_counted_by_node() -> None:
     rows = [{"host": host} for host in ("a", "a", "b", "b", "b")]
     nodes = [0, 0, 1, 1, 1]
     assert crowded_text(rows, [Others(0, 2), Others(0, 4)], nodes) == ""
@@ -117,11 +114,8 @@ def test_two_modes_and_their_shares() -> None:
     assert modes([1.0] * 100 + [9.0] * 5) == []  # less than a tenth of the calls
     assert modes([1.0] * 6 + [9.0] * 4) == []  # fewer than 5
     assert modes([1.0] * 20 + [3.0] * 6 + [9.0] * 20) == []  # no valley between them
-
-
-def test_a_rate_of_two_modes() -> None:
-    """3 of 4 steps take 10 ms, the others 50 ms: 8 samples in 20 ms on average are 400 samples/s,
-    a rate at which no step trained, and neither is 8 / 15 ms."""
+    # 3 of 4 steps take 10 ms, the others 50 ms: 8 samples in 20 ms on average are 400 samples/s, a
+    # rate at which no step trained, and neither is 8 / 15 ms.
     step_s = [0.01, 0.01, 0.05, 0.01] * 10
     begin = two_modes(case(samples=step_s))[0]
     assert begin.startswith("two modes: 10")

@@ -68,16 +68,13 @@ def case_of(step_s: float, resident_s: float, rounds: int = 6, cache: str = "war
     return case
 
 
-def test_metrics_by_hand() -> None:
+def test_metrics_and_sentences_by_hand() -> None:
     """16 samples in 0.02 s are 800/s, and in 0.0125 s 1,280/s. 2 workers * 0.02 / 0.0125 = 3.2."""
     m = case_of(0.0201, 0.0125).metrics
     assert m["exposed_wait_s"].value == pytest.approx(0.0076)
     assert m["loader_samples_per_s"].value == pytest.approx(800)
     assert m["training_samples_per_s"].value == pytest.approx(1280)
     assert m["workers_needed"].value == pytest.approx(3.2)
-
-
-def test_the_sentences() -> None:
     assert input_sweep.sentence_of(case_of(0.0201, 0.0125), 2, 8) == (
         "input-bound: the loader delivers 800 samples/s (800 to 800) and training consumes "
         "1,280 samples/s (1,280 to 1,280); training would keep 3.2 (3.2 to 3.2) workers per "
@@ -88,10 +85,7 @@ def test_the_sentences() -> None:
         "loader delivers 800 samples/s (800 to 800) and training consumes 160 samples/s (160 "
         "to 160); the workers and 2 ranks share this node's 8 cores"
     )
-
-
-def test_the_answer_is_about_the_fastest_case_of_each_cache() -> None:
-    """The files of the cold case were read from the page cache."""
+    # The files of the cold case were read from the page cache.
     cases = [case_of(0.2, 0.1), case_of(0.1002, 0.1), case_of(0.1, 0.1, 2, "cold")]
     assert input_sweep.answer(2, 2, cases) == [
         "0.1002 s, warm: not input-bound: a step waits 200 us (200 to 200) and computes for 100 ms "

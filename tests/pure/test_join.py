@@ -77,7 +77,7 @@ def test_an_invalid_variable_of_the_launcher(
     assert "e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=" in line
 
 
-def test_a_port_in_use(by_hand: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_too_few_files_and_no_loopback(by_hand: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -86,10 +86,7 @@ def test_a_port_in_use(by_hand: pytest.MonkeyPatch) -> None:
         for on_loopback in (False, True):
             line = str(refused(join.meet, 0, 2, 20, on_loopback))
             assert f"expected a free port (Address already in use), got '{port}'" in line
-
-
-def test_too_few_files_and_a_network_without_loopback(by_hand: pytest.MonkeyPatch) -> None:
-    """32 files plus 2 for each of 2 ranks are needed, 64 plus 16 for each are recommended."""
+    # 32 files plus 2 for each of 2 ranks are needed, 64 plus 16 for each are recommended.
     with by_hand.context() as patch:
         patch.setattr(join, "raise_file_limit", lambda needed: 35)
         allowed = f"a rank needs at least 36 open files; {socket.gethostname()} allows 35"
@@ -100,15 +97,12 @@ def test_too_few_files_and_a_network_without_loopback(by_hand: pytest.MonkeyPatc
     assert "the loopback interface is down; try `ip link set lo up`" in line
 
 
-def test_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_and_backends_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth0": []})
     for name, example in (("lo", "eth0"), ("eht0", "eth0, lo")):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
         words = f"expected an interface with an address, e.g. {example}, got '{name}'"
         assert words in str(refused(join.refuse_interface))
-
-
-def test_backends_that_cannot_work_on_the_cpu() -> None:
     for backend, words in (
         ("nccl2", "backend nccl2 requires CUDA, but this run is on the CPU; try gloo"),
         ("cpu:gloo,", "expected a name such as gloo"),

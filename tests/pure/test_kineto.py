@@ -85,9 +85,6 @@ def test_names_of_operations_are_normalized() -> None:
     assert {name: operation_of(name) for name in names} == names
 
 
-# -- one rank per file -----------------------------------------------------------------------------
-
-
 def test_a_merged_file_is_refused(tmp_path: Path) -> None:
     other = [one | {"pid": 200} if one["cat"] != "kernel" else one for one in kernel(GEMM, 20, 5)]
     for what, events in (
@@ -96,9 +93,6 @@ def test_a_merged_file_is_refused(tmp_path: Path) -> None:
     ):
         line = refusal(save(tmp_path / "a.json", [*kernel(GEMM, 10, 5), *events]))
         assert f"got {what} in one file; expected a separate file for each rank" in line
-
-
-# -- impossible events -----------------------------------------------------------------------------
 
 
 def healthy(late: float = 0, **args: Any) -> Events:
@@ -112,19 +106,15 @@ def healthy(late: float = 0, **args: Any) -> Events:
     return events
 
 
-def test_an_event_without_a_plausible_end_is_left_out(tmp_path: Path) -> None:
-    """A kernel of 2 s without other calls: its duration is unknown, so it is left out."""
-    damaged = kernel("elementwise", 1605, 2e6)
-    path = save(tmp_path / "rank0.json", healthy() + damaged)
+def test_kernels_that_end_after_the_next_one_starts(tmp_path: Path) -> None:
+    """A kernel of 2 s without other calls: its duration is unknown."""
+    path = save(tmp_path / "rank0.json", healthy() + kernel("elementwise", 1605, 2e6))
     row = mean(path)
     assert (row["computing (%)"], row["exposed (%)"]) == ("52.9", "35.3")  # 1.8 and 1.2 of 3.4 ms
     line = "# rank 0: 1 event runs past the next one on the same stream, by up to 2000 ms; cut: "
     assert remarks(path)[0] == line + "elementwise"
-
-
-def test_an_impossible_event_ends_where_the_next_one_starts(tmp_path: Path) -> None:
-    """Kernels take 100 us. One lasts 2 ms according to the trace, but the next one on its stream
-    starts after 50 us. A kernel that is 1.05 ms too long, or in a CUDA graph, is not changed."""
+    # Kernels take 100 us. One lasts 2 ms according to the trace, but the next one on its stream
+    # starts after 50 us. A kernel that is 1.05 ms too long, or in a CUDA graph, is not changed.
     usual = [event for n in range(5) for event in kernel("k", 100.0 * n, 100)]
     changed = kernel("k", 1000, 2000) + kernel(GEMM, 1050, 100)
     path = save(tmp_path / "a.json", usual + changed)
@@ -135,11 +125,8 @@ def test_an_impossible_event_ends_where_the_next_one_starts(tmp_path: Path) -> N
     for name, events, length in (("b", below, "2.050"), ("c", graph, "3.000")):
         path = save(tmp_path / f"{name}.json", usual + events)
         assert (mean(path)["ms"], remarks(path)) == (length, [])
-
-
-def test_a_long_gap_is_not_taken_as_the_duration() -> None:
-    """Four kernels take 10 us. A fifth lasts 5 ms according to the trace, but the next one starts
-    after 400 us: it is cut to 10 us."""
+    # Four kernels take 10 us. A fifth lasts 5 ms according to the trace, but the next one starts
+    # after 400 us: it is cut to 10 us.
     first = kineto.Kernel(0, 10, "computing", "s", "k", 0, False, None)
     calls = [first._replace(start=t, end=t + 10) for t in range(0, 80, 20)]
     damaged, last = first._replace(start=100, end=5100), first._replace(start=500, end=510)
@@ -173,47 +160,44 @@ def test_a_missing_step_does_not_lengthen_its_neighbor(tmp_path: Path) -> None:
     """Without the range of step 1, step 0 ends with its last kernel: after 1 ms, not 2.4."""
     events = [event for event in healthy() if event["name"] != "ProfilerStep#1"]
     rows = table(save(tmp_path / "0.json", events))
-    assert [row[1:3] for row in rows if row[1:] and row[1].startswith("Prof")] == [
-        ["ProfilerStep#0", "1.000"],
-        ["ProfilerStep#2", "1.000"],
-    ]
+    steps = dict(row[1:3] for row in rows if row[1:] and row[1].startswith("Prof"))
+    assert steps == {"ProfilerStep#0": "1.000", "ProfilerStep#2": "1.000"}
 
 
-@pytest.mark.parametrize("wanted", [["ProfilerStep#0", "ProfilerStep#1"], ["step 0", "step 1"]])
-def test_a_last_step_without_its_kernels_is_left_out(wanted: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "shown"), [(*["ProfilerStep#{}"] * 2,), ("step", "step {}")])
+def test_a_last_step_without_its_kernels(given: str, shown: str, tmp_path: Path) -> None:
     """The third step has lost one of its two kernels."""
     events = healthy()[:-2]
-    if wanted[0] == "step 0":
-        events = [e | {"name": e["name"].partition("#")[0]} for e in events]
-        events = [e | {"name": e["name"].replace("ProfilerStep", "step")} for e in events]
-    rows = table(save(tmp_path / "0.json", events))
-    assert [row[1] for row in rows if len(row) == 8 and row[0] == "0"] == ["mean of 2", *wanted]
-    line = "left out the last step, (ProfilerStep#2|step): the trace has lost its kernels"
-    assert re.fullmatch(f"# rank 0: {line}", remarks(str(tmp_path / "0.json"))[0])
+    for one in events:
+        one["name"] = re.sub(r"Profiler.*#(.)", lambda match: given.format(match[1]), one["name"])
+    path = save(tmp_path / "0.json", events)
+    steps = [row[1] for row in table(path) if len(row) == 8 and row[0] == "0"]
+    assert steps == ["mean of 2", shown.format(0), shown.format(1)]
+    line = f"# rank 0: left out the last step, {given.format(2)}: the trace has lost its kernels"
+    assert remarks(path)[0] == line
 
 
-# -- copies by the copy engine ---------------------------------------------------------------------
+DTOD = "Memcpy DtoD (Device -> Device)"
 
 
-def by_copy_engine(name: str, copy: str, stream: int, more: Events) -> Events:
+def by_copy_engine(name: str, copy: str = DTOD, stream: int = 20, *more: Any) -> Events:
     """A collective of 8 ms in which two copies of 4 ms run, and then a matmul of 2 ms."""
-    copies = [*kernel(copy, 10, 4000, 20, cat="gpu_memcpy")]
-    copies += kernel(copy, 4010, 4000, 20, cat="gpu_memcpy")
+    copies = [kernel(copy, start, 4000, 20, cat="gpu_memcpy") for start in (10, 4010)]
     span = event("gpu_user_annotation", name, 10, 8000, stream, 0, device=0, stream=stream)
-    return [*kernel(GEMM, 8010, 2000), *copies, *more, span]
+    return [*kernel(GEMM, 8010, 2000), *copies[0], *copies[1], *more, span]
 
 
 def test_copies_in_a_collective_communicate(tmp_path: Path) -> None:
     for name, copy, stream, more, shares in (
-        ("nccl:_all_gather_base", "Memcpy DtoD (Device -> Device)", 20, [], ["80.0", "0.0"]),
+        ("nccl:_all_gather_base", DTOD, 20, [], ["80.0", "0.0"]),
         ("rccl:all_gather", "CopyDeviceToDevice", 20, [], ["80.0", "0.0"]),
         # a kernel of the same range
-        ("nccl:all_gather", "Memcpy DtoD", 20, kernel("ncclKernel", 8000, 10, 20), ["80.0", "0.0"]),
+        ("nccl:all_gather", DTOD, 20, kernel("ncclKernel", 8000, 10, 20), ["80.0", "0.0"]),
         # a range of something else, and one on another stream: 2 ms of computing are the step
-        ("Optimizer.step#SGD", "Memcpy DtoD (Device -> Device)", 20, [], ["0.0", "0.0"]),
-        ("nccl:_all_gather_base", "Memcpy DtoD (Device -> Device)", 7, [], ["0.0", "0.0"]),
+        ("Optimizer.step#SGD", DTOD, 20, [], ["0.0", "0.0"]),
+        ("nccl:_all_gather_base", DTOD, 7, [], ["0.0", "0.0"]),
     ):
-        path = save(tmp_path / "0.json", by_copy_engine(name, copy, stream, more))
+        path = save(tmp_path / "0.json", by_copy_engine(name, copy, stream, *more))
         row = mean(path)
         assert [row["exposed (%)"], row["idle (%)"]] == shares
         calls = [row for row in table(path) if row[:2] == ["not named", "all_gather"]]
@@ -231,28 +215,19 @@ def test_copies_in_a_range_on_the_host_only(tmp_path: Path) -> None:
         # the second copy is launched after the range: 4 of 10 ms
         ("nccl:_all_gather_base", 100, 3000, "40.0"),
     ):
-        *events, span = by_copy_engine(name, "Memcpy DtoD (Device -> Device)", 20, [])
+        *events, span = by_copy_engine(name)
         span |= {"cat": "user_annotation", "pid": 100, "tid": thread, "ts": -1, "dur": 1 + end}
         path = save(tmp_path / "0.json", [*events, span])
         assert mean(path)["exposed (%)"] == exposed
 
 
-# -- other accelerators ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("category", ["mtia_ccp_events", "privateuse1_runtime", "Kernel", ["a"]])
-def test_another_accelerator_is_refused_by_category(category: Any, tmp_path: Path) -> None:
-    events = [event("cpu_op", "aten::mm", 0, 9), event("cpu_op", "x", 0, 9) | {"cat": category}]
-    line = refusal(save(tmp_path / "x.json", events))
-    assert f"got unsupported events ({category}); only kernels of CUDA, ROCm and XPU" in line
-
-
-def test_a_perfetto_trace_is_refused_by_name(tmp_path: Path) -> None:
+def test_traces_of_another_kind_are_refused(tmp_path: Path) -> None:
+    for category in ("mtia_ccp_events", "privateuse1_runtime", "Kernel", ["a"]):
+        other = event("cpu_op", "x", 0, 9) | {"cat": category}
+        line = refusal(save(tmp_path / "x.json", [event("cpu_op", "aten::mm", 0, 9), other]))
+        assert f"got unsupported events ({category}); only kernels of CUDA, ROCm and XPU" in line
     (tmp_path / "step.pftrace").write_bytes(b"\n!\b\0")
     assert "got a Perfetto trace; export .json instead" in refusal(str(tmp_path / "step.pftrace"))
-
-
-# -- the text --------------------------------------------------------------------------------------
 
 
 def parsed(text: str) -> tuple[list[Any], dict[str, Any]]:
@@ -283,16 +258,11 @@ def test_the_text_is_read_event_by_event() -> None:
 
 def test_other_forms_of_a_trace(tmp_path: Path) -> None:
     """A bare list of events, and numbers that are written as text."""
-    text = json.dumps(healthy())
-    path = tmp_path / "rank0.json"
-    path.write_text(text)
+    path, text = tmp_path / "rank0.json", json.dumps(healthy())
     expected = mean(save(tmp_path / "rank00.json", healthy()))
-    assert mean(str(path)) == expected
-    path.write_text(re.sub(r'("(ts|dur|In msg nelems)": )(\d+)', r'\1"\3"', text))
-    assert mean(str(path)) == expected
-
-
-# -- size ------------------------------------------------------------------------------------------
+    for form in (text, re.sub(r'("(ts|dur|In msg nelems)": )(\d+)', r'\1"\3"', text)):
+        path.write_text(form)
+        assert mean(str(path)) == expected
 
 
 def cost(path: str) -> tuple[int, int]:
@@ -319,12 +289,7 @@ def test_time_and_memory_grow_linearly(tmp_path: Path, capsys: pytest.CaptureFix
     assert peak_of_twice < 4 * Path(files[1]).stat().st_size
 
 
-# -- files and folders -----------------------------------------------------------------------------
-
-
 def test_a_folder_of_traces(tmp_path: Path) -> None:
-    """A file with neither a rank nor kernels, and JSON that is not a trace, are left out with a
-    line."""
     for rank in (0, 1):
         save(tmp_path / "a" / f"rank{rank}.pt.trace.json", healthy())
     own = [event("cpu_op", "aten::empty", 1, 3)]
@@ -340,26 +305,18 @@ def test_a_folder_of_traces(tmp_path: Path) -> None:
     assert "JSON without traceEvents" in refusal(config)  # it was named explicitly
     line = refusal(str(tmp_path))
     assert f"{tmp_path}: expected a folder with .json or .json.gz; its folders are a" in line
-
-
-@pytest.mark.parametrize("name", ["metrics.json", "loss.json"])
-def test_a_folder_without_a_trace_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text('{"loss": 2.1}' if name == "metrics.json" else "[2.1]")
-    line = refusal(str(tmp_path))
-    assert line.endswith(f"got none; left out {tmp_path}/{name}: JSON without traceEvents")
+    (tmp_path / "loss.json").write_text("[2.1]")
+    line = f"got none; left out {tmp_path}/loss.json: JSON without traceEvents"
+    assert refusal(str(tmp_path)).endswith(line)
 
 
 def test_a_folder_with_a_pipe_and_a_compressed_file(tmp_path: Path) -> None:
-    """Both are left out with a line. Without a trace beside them, the folder is refused."""
     os.mkfifo(tmp_path / "rank1.json")
     (tmp_path / "rank2.json.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    left_out = [
-        f"left out {tmp_path}/rank1.json: a pipe",
-        f"left out {tmp_path}/rank2.json.zst: compressed",
-    ]
-    assert f"expected a folder with .json or .json.gz; {left_out[0]}" in refusal(str(tmp_path))
+    pipe, other = f"left out {tmp_path}/rank1.json: a pipe", f"left out {tmp_path}/rank2.json.zst"
+    assert f"expected a folder with .json or .json.gz; {pipe}" in refusal(str(tmp_path))
     save(tmp_path / "rank0.json", healthy())
-    assert remarks(str(tmp_path))[:2] == [f"# {line}" for line in left_out]
+    assert remarks(str(tmp_path))[:2] == [f"# {pipe}", f"# {other}: compressed"]
     assert "expected a regular file, got a pipe" in refusal(f"{tmp_path}/rank1.json")
     assert "zstd; try zstd -d" in refusal(f"{tmp_path}/rank2.json.zst")
     os.mkfifo(tmp_path / "x.png")
@@ -368,8 +325,7 @@ def test_a_folder_with_a_pipe_and_a_compressed_file(tmp_path: Path) -> None:
 
 
 def test_each_case_of_a_folder_is_reported(tmp_path: Path) -> None:
-    """The traces of two cases of a script, of which different ranks were profiled. The same files,
-    named explicitly, give the same output."""
+    """Different ranks of the two cases were profiled. Files may also be named explicitly."""
     cases = ["ddp_sweep-cpu-2-0123abcd", "ddp_sweep-cpu-1-89abcdef"]
     files = [(cases[0], 0), (cases[0], 1), (cases[1], 0)]
     paths = [save(tmp_path / f"{case}-rank{rank}.json.gz", healthy()) for case, rank in files]
@@ -405,11 +361,10 @@ def test_the_late_rank_by_the_names_of_files(name: str, label: str, tmp_path: Pa
 
 
 def test_ranks_of_files(tmp_path: Path) -> None:
-    """Files are numbered by position if no rank is known. If some are known, a file without a rank
-    is refused, in any order."""
+    """Files are numbered by position, but only if the rank of none is known."""
     unknown = [save(tmp_path / f"{name}.json", healthy()) for name in "ab"]
     assert [row[0] for row in table(*unknown) if row[1:2] == ["mean of 3"]] == ["0", "1"]
     known = save(tmp_path / "rank0.json", healthy())
-    expected = f"{unknown[0]}: expected a rank in the trace or in the file's name"
-    assert expected in refusal(unknown[0], known)
-    assert expected in refusal(known, unknown[0])
+    for paths in ((unknown[0], known), (known, unknown[0])):
+        line = f"{unknown[0]}: expected a rank in the trace or in the file's name"
+        assert line in refusal(*paths)

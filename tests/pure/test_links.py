@@ -1,6 +1,6 @@
 """benchmarks/workloads/links.py: schedule of pairs, bandwidths, and which link is slow."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -84,9 +84,7 @@ def test_messages_of_slow_links_shrink(message_s: float, size: int) -> None:
         (lambda a, b: (a // 2 == 1) != (b // 2 == 1), 2, ["slow node 1"]),
     ],
 )
-def test_slow_links_ranks_and_nodes_are_distinguished(
-    is_slow: Callable[[int, int], bool], ranks_of_node: int, names: list[str]
-) -> None:
+def test_slow_links_ranks_and_nodes(is_slow: Any, ranks_of_node: int, names: list[str]) -> None:
     """Latencies are about 10 us, or 30 us if slow. All bandwidths are equal."""
     matrix = []
     for a in range(8):
@@ -99,9 +97,7 @@ def test_slow_links_ranks_and_nodes_are_distinguished(
 
 
 @pytest.mark.parametrize(("slow_gb_s", "names"), [(1.453, []), (0.5, ["slow rank 3"])])
-def test_links_without_an_interval_are_as_uncertain_as_their_drift(
-    slow_gb_s: float, names: list[str]
-) -> None:
+def test_links_without_an_interval(slow_gb_s: float, names: list[str]) -> None:
     """Four healthy ranks on two cores: three medians agree within 2% by chance, but the bandwidths
     change by 12% between the halves of the run."""
     measured = [

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,10 @@ from tests.pure.reports import write as report
 MS = r"took ([\d.]+) ms"
 
 
-def write(path: Path, times_ms: Sequence[float], form: str = "step {} took {:.2f} ms") -> str:
+def write(path: Path, times_ms: Sequence[float], form: str = "step {} took {:.2f} ms") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [form.format(number, time_ms) for number, time_ms in enumerate(times_ms)]
     path.write_text("\n".join(lines) + "\n")
-    return str(path)
 
 
 def near(base: float, seed: int, scatter: float = 0.05, count: int = 40) -> list[float]:
@@ -29,14 +29,23 @@ def near(base: float, seed: int, scatter: float = 0.05, count: int = 40) -> list
     return [base + draw.gauss(0, scatter) for _ in range(count)]
 
 
+def plus(times: Sequence[float], more: Callable[[int], float]) -> list[float]:
+    """Times that are longer by something that depends on the number of the step."""
+    return [t + more(i) for i, t in enumerate(times)]
+
+
 def sides(
-    folder: Path, make: Callable[[bool, int], list[float]], *words: str, runs: int = 6
+    folder: Path,
+    make: Callable[[bool, int], list[float]],
+    *words: str,
+    runs: int = 6,
+    names: Sequence[str] = ("{}.log",),
 ) -> tuple[int, str]:
     """The exit status and the output of a comparison. make: the times of a run; whether it is one
-    of TEST, and its number."""
+    of TEST, and its number. names: the files of BASE and, if others, of TEST."""
     for number in range(runs):
-        write(folder / "old" / f"{number}.log", make(False, number))
-        write(folder / "new" / f"{number}.log", make(True, number))
+        write(folder / "old" / names[0].format(number), make(False, number))
+        write(folder / "new" / names[-1].format(number), make(True, number))
     return compare(folder, *words)
 
 
@@ -45,6 +54,12 @@ def compare(folder: Path, *words: str) -> tuple[int, str]:
     paths = [str(folder / "old"), "--test", str(folder / "new")]
     done = run("compare.py", *paths, *more, "--fail-on", "slower,faster")
     return done.returncode, done.stdout + done.stderr
+
+
+def dated(path: Path, form: str, steps_per_s: int = 1) -> None:
+    """Begin each line of a log with a date. form: what has a place for the second."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(form.format(i // steps_per_s) + t for i, t in enumerate(lines)))
 
 
 # -- stalls ----------------------------------------------------------------------------------------
@@ -66,9 +81,8 @@ def test_the_mean_sees_stalls(
 ) -> None:
     """The median of a step stays, and the training takes longer, or is faster."""
 
-    def make(is_test: bool, number: int) -> list[float]:
-        times = near(9.4, 2 * number + is_test)
-        return [t + wait_ms * is_test * (i % every == 1) for i, t in enumerate(times)]
+    def make(is_test: bool, n: int) -> list[float]:
+        return plus(near(9.4, 2 * n + is_test), lambda i: wait_ms * is_test * (i % every == 1))
 
     status, out = sides(tmp_path, make)
     assert status == 1, out
@@ -83,9 +97,8 @@ def test_the_mean_sees_stalls(
 def test_logs_that_stall_alike_have_one_line(tmp_path: Path, stall_ms: float) -> None:
     """A steady log gets no new line, and neither do logs with the same stalls."""
 
-    def make(is_test: bool, number: int) -> list[float]:
-        times = near(9.4, 2 * number + is_test, 0.01)
-        return [t + stall_ms * (i % 4 == 1) for i, t in enumerate(times)]
+    def make(is_test: bool, n: int) -> list[float]:
+        return plus(near(9.4, 2 * n + is_test, 0.01), lambda i: stall_ms * (i % 4 == 1))
 
     status, out = sides(tmp_path, make)
     assert (status, "mean" in out.replace("means", ""), "warning" in out) == (0, False, False), out
@@ -95,9 +108,9 @@ def test_median_and_mean_that_contradict_each_other_are_undecided(tmp_path: Path
     """In BASE, one step of four takes 40 ms and the others 10; in TEST, all take 12 ms: the mean
     falls from 17.5 to 12 ms, and the median grows."""
 
-    def make(is_test: bool, number: int) -> list[float]:
-        times = near(12.0 if is_test else 10.0, 2 * number + is_test)
-        return [t + 30 * (not is_test) * (i % 4 == 1) for i, t in enumerate(times)]
+    def make(is_test: bool, n: int) -> list[float]:
+        times = near(12.0 if is_test else 10.0, 2 * n + is_test)
+        return plus(times, lambda i: 30 * (not is_test) * (i % 4 == 1))
 
     status, out = sides(tmp_path, make)
     assert status == 4, out
@@ -146,16 +159,11 @@ def test_a_sentence_about_unusual_steps(times: list[float], text: str) -> None:
     ],
 )
 def test_a_median_between_two_kinds_of_steps_does_not_decide(
-    tmp_path: Path,
-    slow_ms: float,
-    is_slow: Callable[[int, bool], bool],
-    scatter: float,
-    ratio: str,
-    text: str,
+    tmp_path: Path, slow_ms: float, is_slow: Any, scatter: float, ratio: str, text: str
 ) -> None:
-    def make(is_test: bool, number: int) -> list[float]:
-        times = near(100, 2 * number + is_test, scatter, 60)
-        return [t + slow_ms * is_slow(i, is_test) for i, t in enumerate(times)]
+    def make(is_test: bool, n: int) -> list[float]:
+        times = near(100, 2 * n + is_test, scatter, 60)
+        return plus(times, lambda i: slow_ms * is_slow(i, is_test))
 
     out = sides(tmp_path, make, runs=3)[1]
     assert not re.search("^step  ", out, re.MULTILINE), out
@@ -276,80 +284,62 @@ def test_skip_applies_after_every_restart(tmp_path: Path, form: str, skip: str) 
 # -- ranks of one job ------------------------------------------------------------------------------
 
 
-def job(seed: int, base: float, ranks: int = 4) -> list[list[float]]:
-    """The times of the ranks of a job."""
-    common, own = near(base, seed, 0.6, 60), [near(0.1, r, 0.02, 60) for r in range(ranks)]
-    return [[t + e for t, e in zip(common, each, strict=True)] for each in own]
+def job(seed: int, base: float, own: float = 0.02, count: int = 60) -> list[list[float]]:
+    """The times of the four ranks of a job, with a common scatter of 0.6."""
+    common = near(base, seed, 0.6, count)
+    rows = [near(0, 10 * seed + rank, own, count) for rank in range(4)]
+    return [plus(common, row.__getitem__) for row in rows]
+
+
+ONE_JOB = "4 files of TEST are ranks of one job"
+TOGETHER = "go together, as those of the ranks of one job or of runs with the same data"
 
 
 @pytest.mark.parametrize(
-    "name", ["attempt_0/{}/stdout.log", "slurm_4711_{}.out", "worker-{}/log.txt"]
+    ("name", "seed", "base", "own", "dates", "expected"),
+    [
+        # two jobs whose steps differ by 3.5%: one run per side, which does not show the scatter
+        ("attempt_0/{}/stdout.log", 2, 103.5, 0.02, (), f"{ONE_JOB}, whose steps go together"),
+        ("slurm_4711_{}.out", 2, 103.5, 0.02, (), f"{ONE_JOB}, whose steps go together"),
+        ("worker-{}/log.txt", 2, 103.5, 0.02, (), f"{ONE_JOB}, whose steps go together"),
+        # noise of 0.35 of each rank: a correlation of 0.36 / 0.48 = 0.75
+        ("rank{}.log", 2, 100, 0.35, (), ONE_JOB),
+        ("{}.log", 2, 100, 0.35, (), TOGETHER),
+        # all files see the same batches: paths or times of day decide
+        ("{}.log", 1, 103.5, 0.02, (), TOGETHER),
+        ("rank{}.log", 1, 103.5, 0.02, (), "4 files of BASE are ranks of one job"),
+        ("{}.log", 1, 103.5, 0.02, [10] * 4, "4 files of BASE are ranks of one job"),
+        ("{}.log", 1, 103.5, 0.02, [10, 11, 12, 13], "4 of BASE, 4 of TEST"),
+    ],
 )
-def test_ranks_of_one_job_are_one_run(tmp_path: Path, name: str) -> None:
-    """Two jobs whose steps differ by 3.5%: one run per side, which does not show the scatter."""
-    for side, seed, base in (("old", 1, 100.0), ("new", 2, 103.5)):
-        for rank, times in enumerate(job(seed, base)):
-            write(tmp_path / side / name.format(rank), times)
-        (tmp_path / side / name.format(0)).with_name("stderr.log").write_text("")
-    status, out = compare(tmp_path)
-    assert status == 4, out
-    assert "1 of BASE, 1 of TEST; margin 2%; one run per side" in out
-    assert "4 files of TEST are ranks of one job, whose steps go together" in out
-    assert "left out: 1 file without a match of --step: " in out
-    assert re.search(r"^step +100.\d ms +103.\d ms +1.0\dx slower +- +undecided", out, re.MULTILINE)
+def test_ranks_of_one_job_are_one_run(
+    tmp_path: Path, name: str, seed: int, base: float, own: float, dates: Any, expected: str
+) -> None:
+    jobs = [job(number, middle, own, 200) for number, middle in ((1, 100.0), (seed, base))]
+    status, out = sides(tmp_path, lambda is_test, n: jobs[is_test][n], runs=4, names=[name])
+    for side, (n, hour) in itertools.product(("old", "new"), enumerate(dates)):
+        dated(tmp_path / side / name.format(n), f"2026-11-29 {hour}:00:0{{}} ", 100)
+    if dates:
+        status, out = compare(tmp_path)
+    assert expected in out
+    assert ("go together" in out) == (expected[0] != "4" or "of one job" in expected)
+    if seed == 2 and base > 100:
+        assert status == 4, out
+        assert "1 of BASE, 1 of TEST; margin 2%; one run per side" in out
+        row = r"^step +100.\d ms +103.\d ms +1.0\dx slower +- +undecided"
+        assert re.search(row, out, re.MULTILINE), out
 
 
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
-    """Rank 1 takes 20 ms longer in every second step."""
-    for side, seed in (("old", 1), ("new", 2)):
-        first, second, *_ = job(seed, 100.0)
-        write(tmp_path / side / "0.log", first)
-        write(tmp_path / side / "1.log", [t + 0.2 for t in second])
-    assert re.search(r"^step +100.\d ms +100.\d ms", compare(tmp_path)[1], re.MULTILINE)
+    """Rank 1 takes 0.2 ms longer. A file without steps is left out."""
+    write(tmp_path / "old" / "stderr.log", [])
 
+    def make(is_test: bool, n: int) -> list[float]:
+        return plus(job(1 + is_test, 100.0)[n], lambda i: 0.2 * n)
 
-@pytest.mark.parametrize(
-    ("name", "dates", "expected"),
-    [
-        ("{}.log", ("", ""), "go together, as those of the ranks of one job or of runs with the"),
-        ("rank{}.log", ("", ""), "2 files of BASE are ranks of one job"),
-        ("{}.log", ("10:00:0", "10:00:0"), "2 files of BASE are ranks of one job"),
-        ("{}.log", ("10:00:0", "11:00:0"), "2 of BASE, 2 of TEST"),
-    ],
-)
-def test_runs_with_the_same_data(
-    tmp_path: Path, name: str, dates: tuple[str, str], expected: str
-) -> None:
-    """The steps of all files go together, since all see the same batches. Paths or times decide."""
-    for side, base in (("old", 0.0), ("new", 3.5)):
-        for number, times in enumerate(job(1, 100.0, 2)):
-            date = f"2026-11-29 {dates[number]}{{}} " if dates[0] else ""
-            form = "step {} took {:.2f} ms"
-            path = tmp_path / side / name.format(number)
-            write(path, [t + base for t in times], form)
-            lines = path.read_text().splitlines()
-            path.write_text("\n".join(date.format(i // 10) + t for i, t in enumerate(lines)))
-    out = compare(tmp_path)[1]
-    assert expected in out
-    if dates[0] != dates[1]:
-        assert "go together" not in out
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("rank{}.log", "4 files of TEST are ranks of one job"),
-        ("{}.log", "go together, as those of the ranks of one job or of runs with the same data"),
-    ],
-)
-def test_noise_between_the_ranks_of_a_job(tmp_path: Path, name: str, expected: str) -> None:
-    """Scatter of 0.6 in common and 0.35 of each rank: a correlation of 0.36 / 0.48 = 0.75."""
-    for side, seed in (("old", 1), ("new", 2)):
-        for rank in range(4):
-            common, own = near(100, seed, 0.6, 200), near(0, 10 * seed + rank, 0.35, 200)
-            times = [t + e for t, e in zip(common, own, strict=True)]
-            write(tmp_path / side / name.format(rank), times)
-    assert expected in compare(tmp_path)[1]
+    out = sides(tmp_path, make, runs=2)[1]
+    assert re.search(r"^step +100.\d ms +100.\d ms", out, re.MULTILINE)
+    assert "left out: 1 file without a match of --step: " in out
 
 
 @pytest.mark.parametrize(
@@ -366,42 +356,49 @@ def test_ranks_whose_steps_do_not_go_together(
     tmp_path: Path, name: str, dates: bool, count: int, line: str
 ) -> None:
     """They count as runs, and a line asks. The files of TEST have other names and no dates."""
-    for side, test_name in (("old", name), ("new", "{}.log")):
+
+    def make(is_test: bool, n: int) -> list[float]:
+        return near(100, 10 * n + is_test, 0.5, count)
+
+    out = sides(tmp_path, make, runs=2, names=(name, "{}.log"))[1]
+    if dates:
         for number in range(2):
-            times = near(100, 10 * number + (side == "new"), 0.5, count)
-            path = tmp_path / side / test_name.format(number)
-            date = "2026-11-29 10:00:{:02} " if dates and side == "old" else ""
-            write(path, times)
-            lines = path.read_text().splitlines()
-            text = [date.format(i) + t for i, t in enumerate(lines)]
-            path.write_text("\n".join(text) + "\n")
-    out = compare(tmp_path)[1]
+            dated(tmp_path / "old" / name.format(number), "2026-11-29 10:00:{:02} ")
+        out = compare(tmp_path)[1]
     assert "2 of BASE, 2 of TEST" in out
     assert ("the ranks of one job, but not their steps" in out) == bool(line)
     assert line.format(*[tmp_path / "old"] * 2) in out
 
 
-def test_runs_that_stall_in_the_same_steps_are_not_ranks(tmp_path: Path) -> None:
-    """Every third step waits for the loader: a correlation of 3 * 1/3 * 2/3 = 0.67."""
-    for side, stall in (("old", 0.0), ("new", 20.0)):
-        for n in range(4):
-            times = near(10, 10 * n + (side == "new"), 0.05, 120)
-            stalled = [t + stall * (i % 3 == 0) for i, t in enumerate(times)]
-            write(tmp_path / side / f"{n}.log", stalled)
-    out = compare(tmp_path)[1]
-    assert "TEST: 1 of 3 steps takes 3 times as long" in out
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (lambda i: 0, "3 of BASE, 3 of TEST"),
+        # each run of TEST becomes slower by 50%: the times go together, but not the changes
+        (lambda i: 5 * i / 120, "3 of BASE, 3 of TEST"),
+        # every third step waits for the loader: a correlation of 3 * 1/3 * 2/3 = 0.67
+        (lambda i: 20 * (i % 3 == 0), "TEST: 1 of 3 steps takes 3 times as long"),
+    ],
+)
+def test_separate_runs_are_not_ranks(tmp_path: Path, more: Any, said: str) -> None:
+    def make(is_test: bool, n: int) -> list[float]:
+        return plus(near(10, 2 * n + is_test, 0.05, 120), lambda i: is_test * more(i))
+
+    status, out = sides(tmp_path, make, runs=3)
+    assert said in out
+    assert "ranks" not in out
     assert "go together" not in out
+    assert (status == 0) == (more(1) == more(3))
 
 
 def test_the_levels_of_steps_after_restarts(tmp_path: Path) -> None:
     """Four attempts in each log, of 20 steps of 3.5 s and 10 of 0.5 s; the counter goes on. The
     first 20 are left out."""
-    for side in ("old", "new"):
-        for n in range(3):
-            slow = 3500.0 if side == "new" else 500.0
-            times = (near(slow, n, 1, 20) + near(500, n + 9, 1, 10)) * 4
-            write(tmp_path / side / f"{n}.log", times)
-    out = compare(tmp_path, "--skip", "20")[1]
+
+    def make(is_test: bool, n: int) -> list[float]:
+        return (near(3500 if is_test else 500, n, 1, 20) + near(500, n + 9, 1, 10)) * 4
+
+    out = sides(tmp_path, make, "--skip", "20", runs=3)[1]
     told = r"TEST: 120 of 300 steps, in blocks of about 10, take about (499|500).\d ms, and the"
     assert re.search(rf"{told} others about 3.500 s, as after restarts; --skip", out), out
 
@@ -410,40 +407,21 @@ def test_the_levels_of_steps_after_restarts(tmp_path: Path) -> None:
 def test_dates_in_the_lines_tell_the_sessions(tmp_path: Path, mark: str) -> None:
     """Nights differ by up to 6%, the runs of one night hardly. With dates, 3% is undecided; without
     them, each run of TEST counts, and a line says what that requires."""
-    for date in ("2026{0}11{0}{1:02d} 02:00:{2:02d} ", ""):
-        for n, level in enumerate([97, 99, 100, 101, 103, 100]):
-            for side, base, day in (("old", level, n + 1), ("new", 97.3, 20)):
-                lines = near(base, 2 * n + day, 0.05, 40)
-                begin = [date.format(mark, day, i) for i in range(40)]
-                text = "".join(f"{a}took {t:.2f} ms\n" for a, t in zip(begin, lines, strict=True))
-                path = tmp_path / side / f"{n}.log"
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(text)
-        out = compare(tmp_path)[1]
-        if date:
-            assert "TEST, 6 runs of one session, is judged by the scatter of the 6 sessions" in out
-            assert "undecided" in out
-        else:
-            assert "faster" in out
-            assert "the intervals do not include the scatter between sessions, unless the" in out
+    levels = [97, 99, 100, 101, 103, 100]
 
+    def make(is_test: bool, n: int) -> list[float]:
+        return near(97.3 if is_test else levels[n], 2 * n + 19 * is_test)
 
-def test_runs_that_slow_down_are_not_ranks(tmp_path: Path) -> None:
-    """Each run of TEST becomes slower by 50%, so the times go together, but not the changes."""
-
-    def times(is_test: bool, n: int) -> list[float]:
-        return [t + is_test * 5 * i / 60 for i, t in enumerate(near(9.4, 2 * n + is_test, 0.1, 60))]
-
-    _, out = sides(tmp_path, times, runs=3)
-    assert "3 of BASE, 3 of TEST" in out
-    assert "ranks" not in out
-
-
-def test_separate_runs_are_not_ranks(tmp_path: Path) -> None:
-    status, out = sides(tmp_path, lambda is_test, n: near(9.4, 2 * n + is_test), runs=3)
-    assert "3 of BASE, 3 of TEST" in out
-    assert "ranks" not in out
-    assert status == 0, out
+    out = sides(tmp_path, make)[1]
+    assert "faster" in out
+    assert "the intervals do not include the scatter between sessions, unless the" in out
+    for side, n in itertools.product(("old", "new"), range(6)):
+        day = 20 if side == "new" else n + 1
+        form = f"2026{mark}11{mark}{day:02d} 02:00:{{:02d}} "
+        dated(tmp_path / side / f"{n}.log", form)
+    out = compare(tmp_path)[1]
+    assert "TEST, 6 runs of one session, is judged by the scatter of the 6 sessions" in out
+    assert "undecided" in out
 
 
 @pytest.mark.parametrize(
@@ -466,20 +444,15 @@ def test_rank_correlation(a: list[float], b: list[float], expected: float | None
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("step", "unit", "line"),
     [
-        (
-            ("--step", r"ran ([\d.]+)", "--unit", "1/s"),
-            "1 / rate is 50.00 s in BASE; are the numbers",
-        ),
-        (("--step", r"ran ([\d.]+)", "--unit", "s"), ""),
-        (("--step", r"took ([\d.]+)", "--unit", "s"), "a step takes 22.00 s in TEST; is its unit"),
+        (r"ran ([\d.]+)", "1/s", "1 / rate is 50.00 s in BASE; are the numbers"),
+        (r"ran ([\d.]+)", "s", ""),
+        (r"took ([\d.]+)", "s", "a step takes 22.00 s in TEST; is its unit"),
     ],
 )
-def test_a_long_step_is_said_aloud(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
-    for side, number in (("old", 1), ("new", 2)):
-        write(tmp_path / side / "1.log", [number] * 5, "{} ran 0.02 or took {:.3f}")
-        path = tmp_path / side / "1.log"
-        path.write_text(path.read_text().replace("took ", "took 2"))
-    out = compare(tmp_path, *words)[1]
+def test_a_long_step_is_said_aloud(tmp_path: Path, step: str, unit: str, line: str) -> None:
+    for side, seconds in (("old", 21), ("new", 22)):
+        write(tmp_path / side / "1.log", [seconds] * 5, "{} ran 0.02 or took {:.3f}")
+    out = compare(tmp_path, "--step", step, "--unit", unit)[1]
     assert line in out if line else " is " not in out.split("case")[0]

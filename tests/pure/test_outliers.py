@@ -4,16 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workloads.outliers import (
-    Component,
-    Costs,
-    Crowd,
-    beyond,
-    find_slow,
-    most_crowded,
-    outliers,
-    sentences,
-)
+from benchmarks.workloads import outliers as slow
+from benchmarks.workloads.outliers import Component, Costs, Crowd, find_slow
 
 NODES = {"node": [0, 0, 1, 1, 2, 2]}
 ONE_NODE, TWO_NODES = {"node": [0, 0]}, {"node": [0, 0, 0, 1, 1, 1]}
@@ -22,19 +14,19 @@ ONE_NODE, TWO_NODES = {"node": [0, 0]}, {"node": [0, 0, 0, 1, 1, 1]}
 def test_outliers() -> None:
     """The median is 10, the deviations are 0, 1, 1, 1, 10. Their median 1 is scaled to 1.4826."""
     costs = dict(enumerate([10.0, 9, 11, 9, 20]))
-    [(name, (factor, sigmas))] = outliers(costs, 5).items()
+    [(name, (factor, sigmas))] = slow.outliers(costs, 5).items()
     assert (name, factor) == (4, 2.0)
     assert sigmas == pytest.approx(10 / 1.4826)
-    assert outliers(costs, 7) == {}
+    assert slow.outliers(costs, 7) == {}
 
 
 def test_the_scatter_has_a_floor() -> None:
     """Two of three costs are equal by chance: with their deviation of 0.001, 1.2 is 135 sigmas off.
     If costs are known to 10%, it is 2 sigmas: (1.2 - 1.001) / 0.1001."""
     costs = {0: 1.0, 1: 1.001, 2: 1.2}
-    assert outliers(costs, 5)[2][1] > 100
-    assert outliers(costs, 5, noise=0.1) == {}
-    assert outliers(costs | {2: 1.6}, 5, noise=0.1)[2][1] == pytest.approx(0.599 / 0.1001)
+    assert slow.outliers(costs, 5)[2][1] > 100
+    assert slow.outliers(costs, 5, noise=0.1) == {}
+    assert slow.outliers(costs | {2: 1.6}, 5, noise=0.1)[2][1] == pytest.approx(0.599 / 0.1001)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +51,7 @@ def test_the_scatter_has_a_floor() -> None:
         ([0.0, 1e-9], {}, {"of_two": True}, []),
     ],
 )
-def test_slow_ranks_and_nodes(
-    costs: list[float], levels: dict[str, list[int]], options: Any, names: list[str]
-) -> None:
+def test_slow_ranks_and_nodes(costs: Any, levels: Any, options: Any, names: list[str]) -> None:
     by_rank: Costs = {(rank,): float(cost) for rank, cost in enumerate(costs)}
     found = find_slow(by_rank, levels, "rank", "x", **options)
     assert [component.name() for component, _ in found] == names
@@ -69,10 +59,10 @@ def test_slow_ranks_and_nodes(
 
 def test_where_ranks_share_cores() -> None:
     """Host b has 3 ranks on 2 cores. Ranks that are bound to a core each do not share it."""
-    crowd = most_crowded(["a", "a", "b", "b", "b"], [[0], [1], [0, 1], [0, 1], [0, 1]])
+    crowd = slow.most_crowded(["a", "a", "b", "b", "b"], [[0], [1], [0, 1], [0, 1], [0, 1]])
     assert crowd == Crowd("b", 3, 2)
     assert (crowd.factor, crowd.text) == (7.5, "3 ranks share 2 cores of b")
-    assert most_crowded(["a", "a"], [[0, 1], [0, 1]]) is None
+    assert slow.most_crowded(["a", "a"], [[0, 1], [0, 1]]) is None
 
 
 @pytest.mark.parametrize(
@@ -83,8 +73,8 @@ def test_what_a_crowd_does_not_explain(factor: float, peers: int, named: int) ->
     costs: Costs = {(rank,): factor if rank == 0 else 1.0 for rank in range(peers)}
     found = find_slow(costs, {}, "rank", "x", of_two=True)
     assert len(found) == 1
-    assert len(beyond(found, Crowd("vm", 3, 2))) == named
-    assert beyond(found, None) == found
+    assert len(slow.beyond(found, Crowd("vm", 3, 2))) == named
+    assert slow.beyond(found, None) == found
 
 
 def test_sentences() -> None:
@@ -93,10 +83,10 @@ def test_sentences() -> None:
     found = find_slow(costs, NODES, "rank", "a product")
     parts = "2.00 s against 1.01 s"
     told = f"slow rank 1: a product 1.98x the median time ({parts}), 134 sigmas"
-    assert sentences(found) == [told]
+    assert slow.sentences(found) == [told]
     two = find_slow({(0,): 1.0, (1,): 3.0}, {}, "rank", "x", of_two=True)
     told = "x 3.00x the time of the other (3.00 s against 1.00 s); with two it is impossible to "
-    assert told in sentences(two)[0]
+    assert told in slow.sentences(two)[0]
 
 
 def test_names() -> None:

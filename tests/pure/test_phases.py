@@ -5,14 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.workloads.phases import (
-    Phases,
-    interval_of_rounds,
-    phase_table,
-    summaries,
-    summary,
-    unaligned_metrics,
-)
+from benchmarks.workloads import phases as of_phases
+from benchmarks.workloads.phases import Phases
 from common.stats import Estimate
 from common.table import render
 from harness.report import Case
@@ -38,18 +32,20 @@ def test_durations_by_step_and_phase() -> None:
 def test_summary() -> None:
     """The mean is 3, the variance (4 + 1 + 0 + 9) / (n - 1) = 14 / 3, and the 75th percentile a
     quarter of the way from 3 to 6."""
-    found = summary([1, 2, 3, 6])
+    found = of_phases.summary([1, 2, 3, 6])
     assert (found["count"], found["min_s"], found["max_s"], found["mean_s"]) == (4, 1, 6, 3)
     assert found["variance_s2"] == pytest.approx(14 / 3)
     assert found["stdev_s"] == pytest.approx((14 / 3) ** 0.5)
     assert (found["p50_s"], found["p75_s"]) == (2.5, 3.75)
-    assert summary([0.25])["stdev_s"] == 0
+    assert of_phases.summary([0.25])["stdev_s"] == 0
 
 
 def shown(most: int | None, **workers: dict[str, Any]) -> tuple[list[str], list[list[str]], str]:
     """Headers, rows, and the text about rows that were left out."""
-    case = Case(key={}, ranks=[], name="rpc", metrics={"servers": summaries(workers)}, hosts=["a"])
-    columns, rows, left_out = phase_table("servers", [case], most)
+    case = Case(
+        key={}, ranks=[], name="rpc", metrics={"servers": of_phases.summaries(workers)}, hosts=["a"]
+    )
+    columns, rows, left_out = of_phases.phase_table("servers", [case], most)
     assert [row.hosts for row in rows] == [["a"]] * len(rows)
     names = [header.split("\n")[0] for header in columns]
     return names, [line.split() for line in render(columns, rows).splitlines()[3:]], left_out
@@ -83,7 +79,7 @@ def test_rows_of_workers() -> None:
 def test_workers_that_do_not_wait_for_each_other() -> None:
     """In blocks of one step the slower worker takes 2 s five times and 4 s once. Five blocks have 2
     samples in 2 s, and one has 2 samples in 4 s."""
-    metrics, rate = unaligned_metrics([[1.0] * 5 + [4.0], [2.0] * 6], [1] * 6, "step")
+    metrics, rate = of_phases.unaligned_metrics([[1.0] * 5 + [4.0], [2.0] * 6], [1] * 6, "step")
     assert metrics["step_s"] == Estimate(2.0, 2.0, 2.0)
     assert metrics["step_slowest"] == 1
     assert metrics["step_p95_s"] == pytest.approx(3.25)  # of the other worker
@@ -93,12 +89,12 @@ def test_workers_that_do_not_wait_for_each_other() -> None:
 def test_a_rate_is_within_its_interval() -> None:
     """One block takes 100 s and the other 39 take 1 s. The mean rate, 40 samples in 139 s, would be
     outside the interval of the median, 1 to 1."""
-    _, rate = unaligned_metrics([[1.0] * 39 + [100.0]], [1] * 40, "call")
+    _, rate = of_phases.unaligned_metrics([[1.0] * 39 + [100.0]], [1] * 40, "call")
     assert rate == Estimate(1.0, 1.0, 1.0)
 
 
 def test_six_rounds_always_have_an_interval() -> None:
     """Up to 8 rounds count as independent. With more, their autocorrelation is estimated."""
-    assert interval_of_rounds([1, 1, 1, 2, 2, 2]) == (1, 2)
-    assert interval_of_rounds([1, 2, 3, 4, 5]) is None
-    assert interval_of_rounds([1.0] * 5 + [2.0] * 5) is None
+    assert of_phases.interval_of_rounds([1, 1, 1, 2, 2, 2]) == (1, 2)
+    assert of_phases.interval_of_rounds([1, 2, 3, 4, 5]) is None
+    assert of_phases.interval_of_rounds([1.0] * 5 + [2.0] * 5) is None

@@ -73,9 +73,7 @@ def test_files_that_a_command_names(folder: Path, text: str, expected: list[str]
         (shlex.join(["python", f"{ROOT}/benchmarks/collectives.py"]), "train.py", ""),
     ],
 )
-def test_an_edit_is_found_or_said_to_be_unchecked(
-    folder: Path, text: str, edited: str, expected: str
-) -> None:
+def test_an_edit_is_found_or_unchecked(folder: Path, text: str, edited: str, expected: str) -> None:
     def second_call(*watched: str) -> str:
         (folder / edited).write_text("")
         command = Command("a", text, {}, folder / f"out{len(watched)}" / "a", None, watched)
@@ -136,9 +134,7 @@ def test_differences_between_a_call_and_a_plan() -> None:
     assert plan.why_different([*begin, *mine], [*begin, *mine[1:]]) == "x.py no longer exists"
 
 
-def test_a_large_file_is_identified_by_size_and_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_size_and_time_of_a_large_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "config.yaml"
     path.write_text("1234")
     assert len(plan.state_of(path)) == 12

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,8 @@ from examples import record_collectives
 from harness.report import Case
 from readers.files import plain_pickle
 from tests.process import ROOT
+from tests.pure.reports import refused
+from tests.pure.traces import about_call, event, step
 
 RECORDINGS = ROOT / "tests" / "recordings"
 MS = 1_000_000  # nanoseconds
@@ -77,10 +80,10 @@ def test_an_entry(
 @pytest.mark.parametrize("content", ['{"world_size": 2, ', "{}", '{"a":' + "[" * 100_000])
 def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     why = r"fr_0.json: expected the recording of a rank, got (\w+Error|neither)"
-    with pytest.raises(ValueError, match=why):
-        read(tmp_path, content=content)
-    with pytest.raises(ValueError, match=r"is from a job of 4 ranks, .* has 2; e.g. .*-node 4 "):
-        read(tmp_path, world_size=4)
+    assert re.search(why, refused(read, tmp_path, content=content))
+
+
+FROM_4 = "is from a job of 4 ranks, and this job has 2; e.g. torchrun --nproc-per-node 4 "
 
 
 @pytest.mark.parametrize(
@@ -88,26 +91,23 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     [
         ({"rank": 1}, "expected the recording of rank 0, got rank 1"),
         ({"rank": "x"}, "rank 'x' instead of a whole number"),
+        ({"world_size": 4}, FROM_4),
         ({"world_size": "x"}, "world_size 'x' instead of a whole number"),
         ({"steps": 0}, "steps 0 instead of a whole number of 1 or more"),
-        ({"steps": -1}, "steps -1 instead"),
-        ({"steps": "x"}, "steps 'x' instead"),
         ({"steps": 10**9}, "1,000,000,000 steps in 0.02 s"),
         ({"ended_ns": 0}, "2 steps in -0.999 s"),
         ({"entries": [3]}, "AttributeError"),
-        ({"entries": [entry(time_created_ns=10**19)]}, "an operation after 1e.10 s of steps of"),
+        ({"entries": [entry(time_created_ns=10**19)]}, "an operation after 1e+10 s of steps of"),
         ({"entries": [entry(sent=-6)]}, "size -6 instead"),
         ({"entries": [entry(sent=1.5)]}, "size 1.5 instead"),
         ({"entries": [entry(collective_seq_id="x")]}, "sequence number 'x' instead"),
         ({"entries": [entry(duration_ms=-1)]}, "an operation that took -0.001 s"),
-        ({"groups": {"7": [0, 0]}}, r"a group with the ranks \[0, 0\]"),
+        ({"groups": {"7": [0, 0]}}, "a group with the ranks [0, 0]"),
         ({"groups": {"7": ["a", "b"]}}, "rank of a group 'a' instead"),
     ],
 )
 def test_a_damaged_recording_is_one_line(tmp_path: Path, changes: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason) as refused:
-        read(tmp_path, entry(), **changes)
-    assert "\n" not in str(refused.value)
+    assert reason in refused(read, tmp_path, entry(), **changes)
 
 
 class Hostile:
@@ -121,36 +121,26 @@ class Hostile:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_of_plain_data_is_read(protocol: int) -> None:
-    plain: dict[str, Any] = {
-        "a": [None, True, -7, 2**70, 0.5, "\u00fc", (), (1,), (1, 2, 3, 4), {}],
-        "b": b"x",
-    }
-    if protocol < 3:
-        del plain["b"]  # these protocols call codecs.encode for it
+def test_only_plain_data_of_a_pickle_is_read(tmp_path: Path, protocol: int) -> None:
+    """Nothing is executed: calls, classes, instances, sets, extensions, and a memo that would need
+    32 GB are refused."""
+    values: list[Any] = [None, True, -7, 2**70, 0.5, "\u00fc", (), (1,), (1, 2, 3, 4), {}]
+    plain: dict[str, Any] = {"a": values} | (
+        {"b": b"x"} if protocol > 2 else {}
+    )  # by codecs.encode
     assert plain_pickle(pickle.dumps(plain, protocol)) == plain
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_nothing_is_executed_from_a_pickle(tmp_path: Path, protocol: int) -> None:
-    """Calls, classes, instances, sets, extensions, and a memo that would need 32 GB."""
     made = tmp_path / "made"
-    values = [Hostile(made), OrderedDict(a=1), {1, 2}, bytearray(b"x"), replay.Kind, torch.float32]
-    files = [pickle.dumps({"entries": [value]}, protocol) for value in values]
-    files += [
-        b"cos\nmkdir\n(V" + str(made).encode() + b"\ntR.",
-        b"(S'" + str(made).encode() + b"'\nios\nmkdir\n.",
-        b"Pid\n.",
-        b"\x82\x01.",
-        b"(I1\nr\xff\xff\xff\xff.",
-    ]
+    others = [Hostile(made), OrderedDict(a=1), {1, 2}, bytearray(b"x"), replay.Kind, torch.float32]
+    files = [pickle.dumps({"entries": [value]}, protocol) for value in others]
+    files += [f"cos\nmkdir\n(V{made}\ntR.".encode(), f"(S'{made}'\nios\nmkdir\n.".encode()]
+    files += [b"Pid\n.", b"\x82\x01.", b"(I1\nr\xff\xff\xff\xff."]
     for data in files:
-        with pytest.raises(ValueError, match=r"^a pickle (that is not plain|with the memo)"):
-            plain_pickle(data)
+        why = refused(plain_pickle, data)
+        assert why.startswith(("a pickle that is not plain", "a pickle with the memo")), data
     assert not made.exists()
     (tmp_path / "nccl_trace_rank_0").write_bytes(files[0])
-    with pytest.raises(ValueError, match=r"rank_0: expected the recording of a rank, got a pickle"):
-        replay.read(str(tmp_path), 0, 1)
+    why = refused(replay.read, str(tmp_path), 0, 1)
+    assert "rank_0: expected the recording of a rank, got a pickle" in why
 
 
 def plan_of(folder: Path, ranks: int = 2) -> replay.Plan:
@@ -214,18 +204,15 @@ def test_a_dump_without_times_is_replayed_without_gaps(tmp_path: Path) -> None:
 
 def comm(ts: float, size: int = 1024, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
     """Kineto's event of an all-reduce over NCCL on 2 ranks."""
-    about = {"External id": int(ts), "Collective name": "allreduce", "dtype": "Float"}
-    about |= {"In msg nelems": size, "Out msg nelems": size, "Group size": 2}
-    about |= {"Process Group Name": "0", "Process Group Description": "default_pg"}
-    about |= {"Process Group Ranks": "[0, 1]"} | args
-    name = "record_param_comms"
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 50.0, "args": about}
+    about = about_call("allreduce", size, "default_pg", **{"External id": int(ts)} | args)
+    return event(cat, "record_param_comms", ts, 50) | {"args": about}
 
 
 def trace(*events: Any, **about: Any) -> str:
-    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 1e3, "dur": 2e4}
     info = {"rank": 0, "world_size": 1, "pg_config": [{"pg_name": "9", "ranks": [0, 1, 2]}]}
-    return json.dumps({"distributedInfo": info | about, "traceEvents": [step, *events]})
+    return json.dumps(
+        {"distributedInfo": info | about, "traceEvents": [*step(1, 1e3, 2e4), *events]}
+    )
 
 
 def of_kineto(folder: Path, *events: Any, name: str = "rank0.json", **about: Any) -> Recording:
@@ -249,8 +236,8 @@ def test_a_trace_over_nccl(tmp_path: Path) -> None:
 
 def ranges(*names: str, length: float = 1e4, thread: int = 1, at: float = 0) -> list[Any]:
     """Ranges of 10 ms that follow each other, as of record_function."""
-    about = {"ph": "X", "cat": "user_annotation", "tid": thread, "dur": length - 1}
-    return [about | {"name": name, "ts": at + 1e4 * n} for n, name in enumerate(names)]
+    times = [(name, at + 1e4 * number) for number, name in enumerate(names)]
+    return [event("user_annotation", name, ts, length - 1, thread) for name, ts in times]
 
 
 MARKS = ranges(*(f"ProfilerStep#{number}" for number in range(4)))
@@ -280,17 +267,8 @@ def test_steps_and_calls_count_once(tmp_path: Path, events: list[Any], is_bare: 
 @pytest.mark.parametrize("steps", [(1, 2), (2, 2, 0)])
 def test_recordings_of_different_steps_are_refused(steps: tuple[int, ...]) -> None:
     recordings = [Recording(count, 0.1, [], rank) for rank, count in enumerate(steps)]
-    with pytest.raises(
-        ValueError, match=r"same number of steps .*; rank \d has [01], rank \d has 2"
-    ):
-        replay.in_order(recordings)
-
-
-def test_a_pipe_in_the_folder_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rank0.json")
-    with pytest.raises(ValueError, match="has no recordings; expected a file of each rank"):
-        replay.read(str(tmp_path), 0, 1)
-    assert of_kineto(tmp_path, comm(2000), name="rank_0.json").steps == 1
+    why = refused(replay.in_order, recordings)
+    assert re.search(r"same number of steps .*; rank \d has [01], rank \d has 2", why)
 
 
 @pytest.mark.parametrize(
@@ -323,19 +301,24 @@ def test_operations_that_cannot_be_replayed(tmp_path: Path, args: Any, problem: 
 
 
 def test_a_trace_without_collectives_or_sizes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a Kineto trace without collectives of NCCL or gloo"):
-        of_kineto(tmp_path)
+    why = refused(of_kineto, tmp_path)
+    assert "a Kineto trace without collectives of NCCL or gloo" in why
     event = comm(2e3) | {"name": "c10d::allreduce_", "args": {}}
-    with pytest.raises(ValueError, match="without the sizes of collectives; over gloo set record_"):
-        of_kineto(tmp_path, event)
-    with pytest.raises(ValueError, match=r"rank0.json: expected the recording of a rank, got an"):
-        of_kineto(tmp_path, comm(2000), comm(2000, cat="kernel") | {"dur": float("nan")})
+    why = refused(of_kineto, tmp_path, event)
+    assert "without the sizes of collectives; over gloo set record_" in why
+    why = refused(of_kineto, tmp_path, comm(2000, cat="kernel") | {"dur": float("nan")})
+    assert "rank0.json: expected the recording of a rank, got an" in why
 
 
 def test_names_without_a_rank(tmp_path: Path) -> None:
-    """The names of tensorboard_trace_handler. The rank is in the content."""
-    with pytest.raises(ValueError, match="has no recordings; expected a file of each rank"):
-        replay.read(str(tmp_path), 0, 2)
+    """The names of tensorboard_trace_handler. The rank is in the content. A pipe is not read."""
+
+    def why(ranks: int) -> str:
+        return refused(replay.read, str(tmp_path), 0, ranks)
+
+    os.mkfifo(tmp_path / "rank0.json")
+    assert "has no recordings; expected a file of each rank" in why(2)
+    (tmp_path / "rank0.json").unlink()
     for name, rank in (("vm_10.pt.trace.json", 1), ("vm_11.pt.trace.json.gz", 0)):
         text = trace(comm(2000 + rank), rank=rank, world_size=2).encode()
         (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
@@ -343,14 +326,11 @@ def test_names_without_a_rank(tmp_path: Path) -> None:
     read_by_each = [replay.read(str(tmp_path), rank, 2) for rank in (0, 1)]
     assert [each.rank for each in read_by_each] == [1, 0]
     assert [each.rank for each in replay.in_order(read_by_each)] == [0, 1]
-    with pytest.raises(ValueError, match=r"of each of 2 ranks, got ranks \[1, 1\]"):
-        replay.in_order(read_by_each[:1] * 2)
-    with pytest.raises(ValueError, match=r"has recordings of 2 ranks, and this job has 3; e.g. "):
-        replay.read(str(tmp_path), 0, 3)
+    assert "of each of 2 ranks, got ranks [1, 1]" in refused(replay.in_order, read_by_each[:1] * 2)
+    assert "has recordings of 2 ranks, and this job has 3; e.g. " in why(3)
     (tmp_path / "rank0.json").touch()
     (tmp_path / "rank_0").touch()
-    with pytest.raises(ValueError, match=r"several recordings of rank 0: rank0.json and rank_0;"):
-        replay.read(str(tmp_path), 0, 2)
+    assert "several recordings of rank 0: rank0.json and rank_0;" in why(2)
 
 
 @pytest.mark.parametrize("recorder", ["nccl2", "legacy", "gloo"])
@@ -414,7 +394,7 @@ def test_replay_of_one_group() -> None:
     ("calls", "time_s", "text"),
     [
         ([], 0.01, "no operation of the groups mesh_tp can be replayed; not replayed: 0 of 0 ope"),
-        ([call()], 1e10, "a replay with gaps takes as long as .*; record fewer steps, "),
+        ([call()], 1e10, "; record fewer steps, "),
         # both use the same two buffers
         ([call(size=2**40), call(2, 2**40)], 0.01, "the buffers need 2,199,023,255,552 bytes"),
     ],
@@ -424,8 +404,8 @@ def test_impossible_plans_are_refused(calls: list[Collective], time_s: float, te
     bench.job = Mock(rank=0, device=torch.device("cpu"), local_world_size=1)
     kinds = [each.kind for each in calls]
     plan = replay.Plan(1, time_s, [calls], kinds, ["not replayed: 0 of 0 operations"])
-    with pytest.raises(ValueError, match=text):
-        replay.check_plan(plan, [Recording(1, time_s, [call(group="mesh_tp")])], bench)
+    why = refused(replay.check_plan, plan, [Recording(1, time_s, [call(group="mesh_tp")])], bench)
+    assert text in why
 
 
 def test_over_nccl_the_host_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:

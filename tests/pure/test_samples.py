@@ -36,7 +36,7 @@ def reported(path: Path, aligned: bool) -> tuple[str, Case]:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_a_large_case_keeps_the_samples_of_the_slowest_rank(
+def test_samples_that_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
 ) -> None:
     whole, case = reported(tmp_path / "whole.jsonl", aligned)

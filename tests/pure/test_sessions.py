@@ -127,9 +127,7 @@ def test_two_sessions_of_test_are_two_observations(tmp_path: Path) -> None:
         ([("03:00", {}), ("", {}), ("09:00", {})], [[0], [1], [2]], False),
     ],
 )
-def test_sessions(
-    tmp_path: Path, runs: list[tuple[str, Any]], groups: list[list[int]], is_known: bool
-) -> None:
+def test_sessions(tmp_path: Path, runs: list[tuple[str, Any]], groups: Any, is_known: bool) -> None:
     side = []
     for number, (start, about) in enumerate(runs):
         text = start and f"2026-01-01T{start}" + (":00+00:00" if len(start) == 5 else "")

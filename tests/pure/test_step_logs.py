@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -19,7 +20,7 @@ from analysis.runs.load import load
 from harness.cli import Parser
 from harness.report import load as load_report
 from tests.process import ROOT
-from tests.pure.reports import run
+from tests.pure.reports import refusal, refused, run
 
 MS = r"took ([\d.]+) ms"
 
@@ -29,18 +30,31 @@ def found_in(text: str, steps: Steps, name: str) -> step_logs.Found:
 
 
 def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float]:
-    found = found_in(text, Steps(pattern(words), unit, skip), "x.log")
-    return found.times_s
+    return found_in(text, Steps(pattern(words), unit, skip), "x.log").times_s
+
+
+def check(
+    expected: list[float] | str, text: str, words: str, unit: str = "s", skip: int = 0
+) -> None:
+    """The seconds in a log, or what matches the line with which it is refused."""
+    if isinstance(expected, str):
+        assert re.search(expected, refused(seconds, text, words, unit, skip))
+    else:
+        assert seconds(text, words, unit, skip) == pytest.approx(expected, rel=1e-12)
 
 
 # -- numbers ---------------------------------------------------------------------------------------
+
+
+FIRST_OF_TWO = r"got 2, .*; e.g. --step 'fwd time: \(\[\\d.\]\+\)'"
+NUMBER = r"took ([\d.]+)"
 
 
 @pytest.mark.parametrize(
     ("text", "words", "unit", "expected"),
     [
         ("took 250 ms\ntook 1.5 ms\n", MS, "ms", [0.25, 0.0015]),
-        ("loss 2.0 took 6.20.\n", r"took ([\d.]+)", "s", [6.2]),  # the period ends a sentence
+        ("loss 2.0 took 6.20.\n", NUMBER, "s", [6.2]),  # the period ends a sentence
         ("tps: 6,123  mfu: 1\ntps: 1,234,567\n", r"tps: ([\d,]+)", "1/s", [1 / 6123, 1 / 1234567]),
         ("t=1.2e-05\nt=3E+00\n", r"t=([\d.eE+-]+)", "s", [1.2e-5, 3.0]),
         ("t=12,345.6\n", r"t=([\d.,]+)", "ms", [12.3456]),
@@ -60,31 +74,44 @@ def seconds(text: str, words: str, unit: str = "s", skip: int = 0) -> list[float
         # not part of a number: the pattern continues after the group
         ("1.5,125,7\n", r"^([\d.]+)", "s", [1.5]),
         ("125,300\n", r"^(\d+),", "s", [125.0]),
+        # two matches in a line: that which begins a word is meant
+        ("time: 0.540, data_time: 0.006", r"time: ([\d.]+)", "s", [0.540]),
+        ("data_time: 0.006, time: 0.540", r"time: ([\d.]+)", "s", [0.540]),
+        ("0.540 s, 0.006 s", r"([\d.]+) s", "s", "got 2, e.g. '0.540 s' and '0.006 s'; begin it"),
+        ("fwd time: 0.1, bwd time: 0.2", r"time: ([\d.]+)", "s", FIRST_OF_TWO),
+        # 10 is a step if some steps cannot be thousands, or if all count up
+        ("1 431.5\n2 432.5\n3 433.5", r"([\d.]+)$", "ms", [0.4315, 0.4325, 0.4335]),
+        ("10 431.5\n10 1431.5\n", r"([\d.]+)$", "ms", [0.4315, 1.4315]),
+        ("1 431.5\n", r"^\d+ ([\d.]+)", "ms", [0.4315]),
+        # other numbers of the lines show the decimal mark
+        ("lr 0.1 took 998 s\nlr 0.1 took 1.013 s", r"took (.*) s", "s", [998, 1.013]),
+        ("loss: 7.1024 tps: 6,123\n", r"tps: ([\d,]+)", "1/s", [1 / 6123]),
+        ("loss: 7 1024 tps: 6,123\n", r"tps: ([\d,]+)", "1/s", r"'6,123' may be 6123 or 6\.123"),
+        (
+            "2.5 it/s\n20 samples/s\n",
+            r"([\d.]+)",
+            "1/s",
+            "line 2: .* per step, .* line 1, got .* sam",
+        ),
     ],
 )
-def test_numbers(text: str, words: str, unit: str, expected: list[float]) -> None:
-    assert seconds(text, words, unit) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_first_matches_are_skipped() -> None:
-    """They need not be numbers."""
-    text = "took nan ms\ntook 0 ms\ntook 3 ms\ntook 4 ms\n"
-    assert seconds(text, r"took (\S+) ms", "ms", skip=2) == [0.003, 0.004]
+def test_numbers(text: str, words: str, unit: str, expected: list[float] | str) -> None:
+    check(expected, text, words, unit)
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "skip", "message"),
+    ("text", "words", "skip", "expected"),
     [
         ("step 1\nloss 2.5\n\n", MS, 0, r"x.log: expected lines with 'took .*', got none in 4; "),
         ("step 1\nloss 2.5\n\n", MS, 0, "e.g. its last line is 'loss 2.5'"),
         ("", MS, 0, "x.log: expected lines with .*, got none in 1$"),
+        ("took nan ms\ntook 3 ms\n", r"took (\S+) ms", 1, [0.003]),
         ("took 1 ms\ntook 2 ms\n", MS, 2, "2 matches of --step, and --skip 2 leaves none; e.g."),
         ("ok\ntook N/A ms\n", r"took (\S+) ms", 0, "line 2: expected a number above 0, got 'N/A'"),
-        ("took 0.0 ms\n", MS, 0, "line 1: expected a number above 0, got '0.0'"),
-        ("took nan ms\n", r"took (\w+) ms", 0, "expected a number above 0, got 'nan'"),
-        ("took 1.2.3 ms\n", MS, 0, "expected a number above 0, got '1.2.3'"),
-        ("took -5 ms\n", r"took (\S+) ms", 0, "expected a number above 0, got '-5'"),
-        ("took 1e400 ms\n", r"took (\S+) ms", 0, "expected a number above 0, got '1e400'"),
+        *(
+            (f"took {bad} ms\n", r"took (\S+) ms", 0, f"line 1: expected a number .*, got '{bad}'")
+            for bad in ("0.0", "nan", "1.2.3", "-5", "1e400")
+        ),
         ("took 1e30\n", r"took (\S+)", 0, "has a time outside of 1e-12 to 1e.09 s"),
         # parts of numbers
         ("tps: 6,123\n", r"tps: ([\d.]+)", 0, "the whole number '6,123', got '6'; e.g. "),
@@ -96,12 +123,8 @@ def test_the_first_matches_are_skipped() -> None:
         ("took 1 ms\n", r"took( \d+\.)? 1 ms", 0, "one group of --step to match, got 0"),
     ],
 )
-def test_an_invalid_match_is_refused_in_one_line(
-    text: str, words: str, skip: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        seconds(text, words, "ms" if " ms" in text else "s", skip)
-    assert "\n" not in str(error.value)
+def test_an_invalid_match(text: str, words: str, skip: int, expected: list[float] | str) -> None:
+    check(expected, text, words, "ms" if " ms" in text else "s", skip)
 
 
 def flags(*words: str) -> argparse.Namespace:
@@ -110,65 +133,48 @@ def flags(*words: str) -> argparse.Namespace:
     return parser.parse_args(["--a", "x", "--out", "x", *words])
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        # in the pattern, next to the group
-        (r"elapsed time per iteration \(ms\): ([\d.]+)", (False, 1e-3, "step")),
-        (r"took ([\d.]+) ms", (False, 1e-3, "step")),
-        (r"dt=([\d.]+)s", (False, 1.0, "step")),
-        (r"step_time_us[:=]\s*([\d.]+)", (False, 1e-6, "step")),
-        (r"train_step_timing in s[:=] ?([\d.e-]+)", (False, 1.0, "step")),
-        (r"([\d.]+)s/it", (False, 1.0, "step")),
-        (r"([\d.]+) ms/token", (False, 1e-3, "time per token")),
-        (r"([\d.]+)kit/s", (True, 1e3, "1 / rate")),
-        (r"(?P<rate>\d+)it", (True, 1.0, "1 / rate")),
-        (r"'train_steps_per_second': '?([\d.]+)", (True, 1.0, "1 / rate")),
-        (r"iteration \(ms\):.*TFLOP/s/GPU\): ([\d.]+)", (True, 1.0, "1 / rate")),
-        (r"([\d.]+) s\^-1", (True, 1.0, "1 / rate")),
-        (r"([\d.]+) tokens per second", (True, 1.0, "1 / rate")),
-        (r"([\d.]+) it/min", (True, 1 / 60, "1 / rate")),
-        ("epoch_step_s", (False, 1.0, "step")),
-        ("time_per_token_s", (False, 1.0, "step")),
-        (r"tokens / s: ([\d.]+)", (True, 1.0, "1 / rate")),
-        (r"\[1/s\] ([\d.]+)", (True, 1.0, "1 / rate")),
-        (r"seconds_per_step=([\d.]+)", (False, 1.0, "step")),
+UNITS: dict[tuple[bool, float, str] | None, tuple[str, ...]] = {  # is a rate, factor, measure
+    (False, 1.0, "step"): (
+        *(r"dt=([\d.]+)s", r"train_step_timing in s[:=] ?([\d.e-]+)", r"([\d.]+)s/it"),
+        *("epoch_step_s", "time_per_token_s", r"seconds_per_step=([\d.]+)"),
+    ),
+    (False, 1e-3, "step"): (r"elapsed time per iteration \(ms\): ([\d.]+)", MS),
+    (False, 1e-6, "step"): (r"step_time_us[:=]\s*([\d.]+)",),
+    (False, 1e-3, "time per token"): (r"([\d.]+) ms/token",),
+    (True, 1e3, "1 / rate"): (r"([\d.]+)kit/s",),
+    (True, 1 / 60, "1 / rate"): (r"([\d.]+) it/min",),
+    (True, 1.0, "1 / rate"): (
+        *(r"(?P<rate>\d+)it", r"'train_steps_per_second': '?([\d.]+)", r"([\d.]+) s\^-1"),
+        *(r"iteration \(ms\):.*TFLOP/s/GPU\): ([\d.]+)", r"([\d.]+) tokens per second"),
+        *(r"tokens / s: ([\d.]+)", r"\[1/s\] ([\d.]+)"),
+    ),
+    None: (
         # a quantity and its unit, unless the quantity is something that is counted
-        (r"latency/ms: ([\d.]+)", None),
-        (r"Step time/s: ([\d.]+)", None),
-        (r"([\d.]+) dt/ms", None),
-        ("step_time/ms", None),
-        ("t/ms", None),
+        *(r"latency/ms: ([\d.]+)", r"Step time/s: ([\d.]+)", r"([\d.]+) dt/ms", "step_time/ms"),
         # names that may be those of rates
-        ("toks_per_gpu_s", None),
-        (r"tokens per GPU-second: ([\d.]+)", None),
-        ("tok_s", None),
-        (r"speed \(s\): ([\d.]+)", None),
-        (r"steps_s=([\d.]+)", None),
+        *("toks_per_gpu_s", r"tokens per GPU-second: ([\d.]+)", "tok_s", r"speed \(s\): ([\d.]+)"),
+        *("t/ms", r"steps_s=([\d.]+)"),
         # elsewhere, two at once, or none
-        (r"iteration \(ms\): .* rate: ([\d.]+)", None),
-        (r"time in ms .* ([\d.]+)", None),
-        (r"time_ms: ([\d.]+)s", None),
-        (r"(?:steps|items): ([\d.]+)", None),
-        (r"([\d.]+)s?", None),
-        (r"tps: ([\d,]+)", None),
-    ],
-)
-def test_the_unit_stands_next_to_the_group(
-    words: str, expected: tuple[bool, float, str] | None
-) -> None:
+        *(r"iteration \(ms\): .* rate: ([\d.]+)", r"time in ms .* ([\d.]+)", r"([\d.]+)s?"),
+        *(r"time_ms: ([\d.]+)s", r"(?:steps|items): ([\d.]+)", r"tps: ([\d,]+)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("expected", UNITS)
+def test_the_unit_next_to_the_group(expected: tuple[bool, float, str] | None) -> None:
     """A rate read as a time would invert the verdict, so a unit elsewhere does not count."""
-    if expected is None:
-        message = "--unit: expected the unit of the numbers in " + re.escape(f"'{words}'")
-        with pytest.raises(ValueError, match=message) as error:
-            steps_of(flags("--step", words), {})
-        assert "--unit 1/s" not in str(error.value)  # no example that inverts the verdict
-        return
-    steps = steps_of(flags("--step", words), {})
-    assert steps
-    (unit,) = steps.units
-    assert unit
-    assert (unit.is_rate, unit.factor, steps.measure) == expected
+    for words in UNITS[expected]:
+        if expected is None:
+            line = refused(steps_of, flags("--step", words), {})
+            assert f"--unit: expected the unit of the numbers in '{words}'" in line
+            assert "--unit 1/s" not in line  # no example that inverts the verdict
+        else:
+            steps = steps_of(flags("--step", words), {})
+            assert steps, words
+            (unit,) = steps.units
+            assert unit, words
+            assert (unit.is_rate, unit.factor, steps.measure) == expected, words
 
 
 @pytest.mark.parametrize(
@@ -180,8 +186,7 @@ def test_the_unit_stands_next_to_the_group(
     ],
 )
 def test_a_unit_that_contradicts_the_pattern(words: str, unit: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        steps_of(flags("--step", words, "--unit", unit), {})
+    assert re.search(message, refused(steps_of, flags("--step", words, "--unit", unit), {}))
 
 
 # not in s: rates and times, next to the number on either side
@@ -199,9 +204,9 @@ OTHER_UNITS = [
     [
         ("it 1: 2.0it/s\nit 2: 1.5kit/s\n", r": ([\d.]+)", "1/s", [0.5, 1 / 1500]),
         ("tps: 12.5k\ntps: 980\n", r"tps: ([\d.]+)", "1/s", [1 / 12500, 1 / 980]),
-        ("took 5 ms\ntook 1.2 s\n", r"took ([\d.]+)", "ms", "line 2: expected numbers in ms"),
-        ("took 5 min\n", r"took ([\d.]+)", "s", "line 1: expected numbers in s, got '5 min'"),
-        ("took 0.02s\n", r"took ([\d.]+)", "1/s", "line 1: expected numbers in 1/s, got '0.02s'"),
+        ("took 5 ms\ntook 1.2 s\n", NUMBER, "ms", "line 2: expected numbers in ms"),
+        ("took 5 min\n", NUMBER, "s", "line 1: expected numbers in s, got '5 min'"),
+        ("took 0.02s\n", NUMBER, "1/s", "line 1: expected numbers in 1/s, got '0.02s'"),
         ("it 1: 2.0it/s\nit 2: 30 it/min\n", r": ([\d.]+)", "1/s", [0.5, 2.0]),
         ("at 2 steps per second\n", r"at ([\d.]+)", "s", "expected numbers in s, got '2 steps p"),
         ("took 5 s/100it\n", r"took ([\d.]+) s", "s", "of one step, got '5 s/100it'"),
@@ -210,9 +215,9 @@ OTHER_UNITS = [
         ("it/min: 30\nit/s: 3\n", r": ([\d.]+)", "1/s", [2.0, 1 / 3]),
         ("1.5K tok/s\n800 tok/s\n", r"([\d.]+)", "1/s", [1 / 1500, 1 / 800]),
         # the name of the next field is not a unit
-        ("took 5 s: 7\n", r"took ([\d.]+)", "ms", [0.005]),
-        ("took 5, ms 7\n", r"took ([\d.]+)", "s", [5.0]),
-        ("took 5 (min 4)\n", r"took ([\d.]+)", "s", [5.0]),
+        ("took 5 s: 7\n", NUMBER, "ms", [0.005]),
+        ("took 5, ms 7\n", NUMBER, "s", [5.0]),
+        ("took 5 (min 4)\n", NUMBER, "s", [5.0]),
         ("3.2 it/s 0.31\n", r" ([\d.]+)$", "s", [0.31]),  # nor is that of another number
         # a name of which only --unit says what it means
         ("iter_s: 5\n", r": ([\d.]+)", "1/s", [0.2]),
@@ -222,16 +227,36 @@ OTHER_UNITS = [
     ],
 )
 def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[float] | str) -> None:
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            seconds(text, words, unit)
-    else:
-        assert seconds(text, words, unit) == pytest.approx(expected, rel=1e-12)
+    check(expected, text, words, unit)
 
 
-# what joins two digits without a space
-PARTS = [["9.8*10^2"], ["9.8D+02"], ["1.2^3"], ["1`110.0"], ["1\u00b4110.0"], ["1\u00b7110.0"]]
-PARTS += [["1\u066c234.5"], ["5~6"], ["0x20"], ["1e5"], ["1_0000.5"]]
+# pattern -> what is joined, and the part of it that the pattern would read
+PARTS = {
+    NUMBER: [
+        *("1,5>1", "1m02>1", "95%>95", "9.8*10^2>9.8", "9.8D+02>9.8", "1.2^3>1.2", "1`110.0>1"),
+        *("1\u00b4110.0>1", "1\u00b7110.0>1", "1\u066c234.5>1", "5~6>5", "0x20>0", "1e5>1"),
+        *("1_0000.5>1", "12s500m>12", "1.2 x 10^2>1.2", "1.2\u4e07>1.2"),
+    ],
+    r"([\d.]+) s": [
+        *("1'013.0>013.0", "1\u202f013.0>013.0", "0,99>99", "1:02.5>02.5", "1m 02>02", "5-6>6"),
+        *("1 min, 2.5>2.5", "1'02.5>02.5", "5.1\u00b10.2>0.2", "5.1 +- 0.2>0.2", "-5>5"),
+        *("9.8*10^2>2", "9.8D+02>02", "1.2^3>3", "1`110.0>110.0", "1\u00b4110.0>110.0", "5~6>6"),
+        *("1\u00b7110.0>110.0", "1\u066c234.5>234.5", "0x20>20", "1e5>5", "1_0000.5>0000.5"),
+    ],
+    r"took .*:([\d.]+) s": ["0:16:53.5>53.5"],
+    r"took (\d+).*s": ["12.5>12"],
+}
+
+
+@pytest.mark.parametrize("words", PARTS)
+def test_a_number_is_read_whole(words: str) -> None:
+    for both in PARTS[words]:
+        whole, part = both.split(">")
+        line = refused(seconds, f"took {whole} s\n", words)
+        told = re.search("whole number '(.*)', got '(.*?)'", line)
+        assert told, line
+        assert told[2] == part
+        assert part in told[1] != part
 
 
 @pytest.mark.parametrize(
@@ -261,105 +286,36 @@ PARTS += [["1\u066c234.5"], ["5~6"], ["0x20"], ["1e5"], ["1_0000.5"]]
         (["1.013", "1,004"], r"took ([\d,.]+)", "'1,004' may be 1004 or 1.004"),
         (["0.998", "0,998"], r"took ([\d,.]+)", "both decimal points and decimal commas"),
         # parts of a number
-        (["1 013.0"], r"([\d.]+) s", "'1 013.0' may be one number or two"),
+        *(
+            (["1 013.0"], words, "'1 013.0' may be one number or two")
+            for words in (r"([\d.]+) s", NUMBER, r".* ([\d.]+) s")
+        ),
         (["1 113.0", "990.0"], r"([\d.]+) s", "'1 113.0' may be one number or two"),
-        (["1'013.0"], r"([\d.]+) s", "the whole number '1'013.0', got '013.0'"),
-        (["1\u202f013.0"], r"([\d.]+) s", "the whole number .*, got '013.0'"),
-        (["1 013.0"], r"took ([\d.]+)", "'1 013.0' may be one number or two"),
-        (["1 013.0"], r".* ([\d.]+) s", "'1 013.0' may be one number or two"),
-        (["0,99"], r"([\d.]+) s", "the whole number '0,99', got '99'"),
-        (["1,5"], r"took ([\d.]+)", "the whole number '1,5', got '1'"),
-        (["1:02.5"], r"([\d.]+) s", "the whole number '1:02.5', got '02.5'"),
-        (["0:16:53.5"], r"took .*:([\d.]+) s", "the whole number '0:16:53.5', got '53.5'"),
-        (["1m02"], r"took ([\d.]+)", "the whole number '1m02', got '1'"),
-        (["1m 02"], r"([\d.]+) s", "the whole number '1m 02', got '02'"),
-        (["1 min, 2.5"], r"([\d.]+) s", "the whole number '1 min, 2.5', got '2.5'"),
-        (["1'02.5"], r"([\d.]+) s", "the whole number '1'02.5', got '02.5'"),
-        (["5.1\u00b10.2"], r"([\d.]+) s", "the whole number .*, got '0.2'"),
-        (["5.1 +- 0.2"], r"([\d.]+) s", "the whole number .*, got '0.2'"),
-        (["5.1 +- 0.2"], r"took ([\d.]+) ", [5.1]),
-        (["5-6"], r"([\d.]+) s", "the whole number '5-6', got '6'"),
-        (["95%"], r"took ([\d.]+)", "the whole number '95%', got '95'"),
-        (["12.5"], r"took (\d+).*s", "the whole number '12.5', got '12'"),
-        (["990.0", "1 013.0"], r"took ([\d.]+) s", "line 2: expected no separator of thousands"),
-        *((part, r"took ([\d.]+)", "whole number") for part in PARTS),
-        *((part, r"([\d.]+) s", "whole number") for part in PARTS),
-        (["-5"], r"([\d.]+) s", "the whole number '-5', got '5'"),
-        (["12s500m"], r"took ([\d.]+)", "the whole number '12s500', got '12'"),
-        (["1.2 x 10^2"], r"took ([\d.]+)", r"the whole number '1.2 x 10\^', got '1.2'"),
-        (["1.2\u4e07"], r"took ([\d.]+)", "the whole number '1.2\u4e07', got '1.2'"),
+        (["5.1 +- 0.2"], NUMBER + " ", [5.1]),
+        (["990.0", "1 013.0"], NUMBER + " s", "line 2: expected no separator of thousands"),
         (["1,00,000.5"], r"took ([\d.,]+)", "expected a number above 0, got '1,00,000.5'"),
     ],
 )
-def test_decimal_marks_and_separators_of_thousands(
-    numbers: list[str], words: str, expected: list[float] | str
-) -> None:
-    """A number is read whole, or refused."""
-    text = "".join(f"took {number} s\n" for number in numbers)
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            seconds(text, words)
-    else:
-        assert seconds(text, words) == pytest.approx(expected, rel=1e-12)
-
-
-def test_other_numbers_of_the_lines_show_the_decimal_mark() -> None:
-    assert seconds("lr 0.1 took 998 s\nlr 0.1 took 1.013 s", r"took (.*) s") == [998, 1.013]
-    text = "loss: 12.2541 tps: 6,123\nloss: 7.1024 tps: 6,250\n"
-    assert seconds(text, r"tps: ([\d,]+)", "1/s") == pytest.approx([1 / 6123, 1 / 6250])
-    with pytest.raises(ValueError, match=r"'6,123' may be 6123 or 6\.123"):
-        seconds(text.replace(".", " "), r"tps: ([\d,]+)", "1/s")
-
-
-def test_a_column_before_the_number_is_not_a_part_of_it() -> None:
-    """`10 431.5` is a step and its time if some steps cannot be thousands, or if all count up."""
-    lines = [f"{step} {431.5 + step}" for step in (1, 2, 3)]
-    assert seconds("\n".join(lines), r"([\d.]+)$", "ms") == pytest.approx([0.4325, 0.4335, 0.4345])
-    assert seconds("10 431.5\n10 1431.5\n", r"([\d.]+)$", "ms") == pytest.approx([0.4315, 1.4315])
-    assert seconds("1 431.5\n", r"^\d+ ([\d.]+)", "ms") == pytest.approx([0.4315])
-
-
-FIRST_OF_TWO = r"got 2, .*; e.g. --step 'fwd time: \(\[\\d.\]\+\)'"
-
-
-@pytest.mark.parametrize(
-    ("line", "words", "expected"),
-    [
-        ("time: 0.540, data_time: 0.006", r"time: ([\d.]+)", 0.540),
-        ("data_time: 0.006, time: 0.540", r"time: ([\d.]+)", 0.540),
-        ("0.540 s, 0.006 s", r"([\d.]+) s", "got 2, e.g. '0.540 s' and '0.006 s'; begin it"),
-        ("fwd time: 0.1, bwd time: 0.2", r"time: ([\d.]+)", FIRST_OF_TWO),
-    ],
-)
-def test_two_matches_in_a_line(line: str, words: str, expected: float | str) -> None:
-    """One of them may be another time. The one that begins a word is meant."""
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            seconds(f"{line}\n", words)
-    else:
-        assert seconds(f"{line}\n", words) == [expected]
+def test_separators(numbers: list[str], words: str, expected: list[float] | str) -> None:
+    check(expected, "".join(f"took {number} s\n" for number in numbers), words)
 
 
 @pytest.mark.timeout(120)  # ends a search that is quadratic again
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "words", "told"),
     [
-        ('{"step_ms": [' + "12.345, " * 100_000 + "1]}", r"(\d+\.\d+)"),
-        ("1," * 400_000 + "5 ms", r"(\d+) ms"),
-        ("x" * 20_000_000, r"took ([\d.]+)"),
+        ('{"step_ms": [' + "12.345, " * 100_000 + "1]}", r"(\d+\.\d+)", "got 100,000"),
+        ("1," * 400_000 + "5 ms", r"(\d+) ms", "whole number"),
+        ("x" * 20_000_000, MS, "at most 1,000,000 characters"),
     ],
 )
-def test_a_long_line_is_read_in_linear_time(line: str, words: str) -> None:
-    """With a search from the beginning of the line for each number, these took minutes."""
-    with pytest.raises(ValueError, match=r"got 100,000|at most 1,000,000 characters|whole number"):
-        seconds(line, words, "ms")
+def test_a_long_line_is_read_in_linear_time(line: str, words: str, told: str) -> None:
+    check(told, line, words, "ms")
 
 
 @pytest.mark.parametrize("chunk_bytes", [2, 3, 5, 1000])
 @pytest.mark.parametrize("code", ["utf-8", "utf-16"])
-def test_a_log_is_read_in_parts(
-    chunk_bytes: int, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_in_parts(chunk_bytes: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part may end within a line, a character, or between CR and LF."""
     monkeypatch.setattr(patterns, "CHUNK_BYTES", chunk_bytes)
     text = "5 \u00b5s\r\n\x1b[31m6\x1b[0m \u4e2d\r\r\n\n7"
@@ -376,9 +332,8 @@ def test_too_little_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(step_logs, "matches_in", read)
     log, other = (write_log(tmp_path / name, [1.0]) for name in ("a.log", "b.log"))
-    done = run("compare.py", log, "--test", other, "--step", MS)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "not enough memory; give smaller files" in done.stderr
+    line = refusal("compare.py", log, "--test", other, "--step", MS)
+    assert "not enough memory; give smaller files" in line
 
 
 FIELDS = {
@@ -403,19 +358,19 @@ def test_a_field_of_json(name: str) -> None:
     assert found.last_digit == pytest.approx(0.01 / 0.375)
 
 
-def test_fields_within_fields_and_unknown_fields() -> None:
-    text = '{"perf": {"step_ms": 250}}\n'
-    assert seconds(text, "perf.step_ms", "") == [0.25]
-    with pytest.raises(ValueError, match=r"expected a field 'perf.step'.*; its fields are perf"):
-        seconds(text, "perf.step", "s")
-    with pytest.raises(ValueError, match="expected JSON with a field 'tps', or a pattern"):
-        seconds("tps 5\n", "tps", "s")
-    one = '{"step_time": 250, "unit": "ms", "loss_unit": "nats"}\n'
-    assert seconds(one, "step_time", "ms") == [0.25]
-    with pytest.raises(ValueError, match=r"expected numbers in s, got 'unit: ms'; e.g. --unit ms"):
-        seconds(one, "step_time", "s")
-    with pytest.raises(ValueError, match=r"line 1: expected a number in 'tps', got a list"):
-        seconds('{"tps": [1]}', "tps", "1/s")
+@pytest.mark.parametrize(
+    ("text", "words", "unit", "expected"),
+    [
+        ('{"perf": {"step_ms": 250}}', "perf.step_ms", "", [0.25]),
+        ('{"perf": {"step_ms": 250}}', "perf.step", "s", "a field 'perf.step'.*fields are perf"),
+        ("tps 5", "tps", "s", "expected JSON with a field 'tps', or a pattern"),
+        ('{"step_time": 250, "unit": "ms", "loss_unit": "nats"}', "step_time", "ms", [0.25]),
+        ('{"step_time": 250, "unit": "ms"}', "step_time", "s", "in s, got 'unit: ms'; e.g. --unit"),
+        ('{"tps": [1]}', "tps", "1/s", "line 1: expected a number in 'tps', got a list"),
+    ],
+)
+def test_other_fields(text: str, words: str, unit: str, expected: list[float] | str) -> None:
+    check(expected, text + "\n", words, unit)
 
 
 # -- compare.py ------------------------------------------------------------------------------------
@@ -433,12 +388,10 @@ def write_log(path: Path, times_ms: list[float], form: str = "step {} took {:.2f
     [
         ("took {:.0f} ms", "took {:.0f} ms", MS, "slower"),
         ("took {:.0f} ms", "took 1.{:03.0f} ms", MS, "undecided"),  # 968 ms, 1.047 ms
-        ("took {:.1f} ms", "took 1.{:03.0f} Sek.", r"took ([\d.]+)", "undecided"),
+        ("took {:.1f} ms", "took 1.{:03.0f} Sek.", NUMBER, "undecided"),
     ],
 )
-def test_another_unit_is_no_change_of_speed(
-    base: str, test: str, words: str, verdict: str, tmp_path: Path
-) -> None:
+def test_another_unit(base: str, test: str, words: str, verdict: str, tmp_path: Path) -> None:
     """Three logs a side of about 960 ms and about 1,050 ms. If they are read as 1.05 or 50 ms, they
     are not faster."""
     for side, form, first in (("old", base, 960), ("new", test, 50 if base != test else 1050)):
@@ -469,7 +422,7 @@ def test_another_unit_is_no_change_of_speed(
         ("1.5Mi", "1.2Ti", "1/s", "mi in BASE, ti in TEST"),
     ],
 )
-def test_logs_that_count_different_things(
+def test_logs_that_count_other_things(
     base: str, test: str, unit: str, differ: str, tmp_path: Path
 ) -> None:
     """100 tokens per second and GPU are 800 per second on 8 GPUs, and no change."""
@@ -484,11 +437,6 @@ def test_logs_that_count_different_things(
 
 
 def test_a_side_counts_one_thing(tmp_path: Path) -> None:
-    """In a log, and in the logs of a side."""
-    with pytest.raises(
-        ValueError, match=r"line 2: expected .* per step, .* line 1, got .* sample;"
-    ):
-        seconds("2.5 it/s\n20 samples/s\n", r"([\d.]+)", "1/s")
     words = ["it/s", "samples/s", "it/s"]
     logs = [write_log(tmp_path / f"{i}.log", [2.5] * 3, "{1} " + of) for i, of in enumerate(words)]
     sides = ["compare.py", *logs[:2], "--test", logs[2], "--step", r"([\d.]+)", "--unit", "1/s"]
@@ -502,13 +450,16 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     """Three logs a side have medians of 100, 101, 102 and 120, 121.2, 122.4 ms after two slow
     steps: a ratio of 1.2. The logarithms of a side have a variance of 9.8e-5. t(4) = 2.776 times
     the error of 0.0081 is +-0.0225."""
-    for side, factor in (("old", 1.0), ("new", 1.2)):
-        for number, base in enumerate((100.0, 101.0, 102.0)):
-            times = [900, 500, base - 1, base, base + 1]
-            write_log(tmp_path / side / f"{number}.log", [time * factor for time in times])
-    old, new = str(tmp_path / "old"), str(tmp_path / "new")
-    words = ("compare.py", old, "--test", new, "--step", MS, "--skip", "2", "--fail-on", "slower")
-    done = run(*words)
+
+    def compared(form: str, step: str, *words: str) -> CompletedProcess[str]:
+        for side, factor in (("old", 1.0), ("new", 1.2)):
+            for number, base in enumerate((100.0, 101.0, 102.0)):
+                times = [factor * time for time in (900, 500, base - 1, base, base + 1)]
+                write_log(tmp_path / side / f"{number}.log", times, "step {} " + form)
+        sides = [str(tmp_path / "old"), "--test", str(tmp_path / "new")]
+        return run("compare.py", *sides, "--step", step, "--skip", "2", *words)
+
+    done = compared("took {:.2f} ms", MS, "--fail-on", "slower")
     assert done.returncode == 1, done.stderr
     assert "# torchrun-bench compare log (step): 3 of BASE, 3 of TEST; margin 2%" in done.stdout
     assert "time of a run: median of 3 matches of --step\n" in done.stdout
@@ -518,22 +469,17 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert "--fail-on slower: failed (1 slower [load not recorded])" in done.stdout
     # as rates, 1.2 times as many per second are faster
-    for path in tmp_path.rglob("*.log"):
-        path.write_text(path.read_text().replace(" ms", " it/s"))
-    rates = run(*words[:4], "--step", r"took ([\d.]+)", "--skip", "2", "--unit", "1/s")
-    assert "compare log (1 / rate)" in rates.stdout
-    assert "the numbers of the logs were read as rates: the higher, the faster\n" in rates.stdout
-    assert re.search(r"^1 / rate .* 1.20x faster", rates.stdout, re.MULTILINE), rates.stdout
+    rates = compared("took {:.2f} it/s", NUMBER, "--unit", "1/s").stdout
+    assert "compare log (1 / rate)" in rates
+    assert "the numbers of the logs were read as rates: the higher, the faster\n" in rates
+    assert re.search(r"^1 / rate .* 1.20x faster", rates, re.MULTILINE), rates
     # a name that does not say which of the two it is
-    for path in tmp_path.rglob("*.log"):
-        path.write_text(path.read_text().replace("took", "iter_s:").replace(" it/s", ""))
     for unit, way in (((), "slower"), (("--unit", "1/s"), "faster")):
-        named = run(*words[:4], "--step", r"iter_s: ([\d.]+)", "--skip", "2", *unit).stdout
+        named = compared("iter_s: {:.2f}", r"iter_s: ([\d.]+)", *unit).stdout
         assert re.search(rf" 1.20x {way}", named), named
         assert ("because of its name; if it is a rate, --unit 1/s" in named) == (not unit)
-    for path in tmp_path.rglob("*.log"):
-        path.write_text(re.sub(r"iter_s: (\S+)", r"took \1 ms", path.read_text()))
-    one = run("compare.py", f"{old}/0.log", "--test", f"{new}/0.log", "--step", MS)
+    logs = [write_log(tmp_path / f"{ms}.log", [ms] * 3) for ms in (1.0, 1.2)]
+    one = run("compare.py", logs[0], "--test", logs[1], "--step", MS)
     assert "one run per side does not show how much runs vary" in one.stdout
     assert "# 1 undecided\n" in one.stdout
 
@@ -548,13 +494,10 @@ def test_logs_are_compared_as_runs(tmp_path: Path) -> None:
         ("0.330", "0.330", "same"),
     ],
 )
-def test_rounded_numbers_widen_the_interval(
-    tmp_path: Path, base: str, test: str, verdict: str
-) -> None:
+def test_rounded_numbers(tmp_path: Path, base: str, test: str, verdict: str) -> None:
     """Equal numbers do not prove equality within 2% if a unit of the last digit is 3%."""
-    sides = {"a": base, "b": test}
-    for side, number in itertools.product(sides, (1, 2, 3)):
-        text = f"run {number} of {side}\n" + f"{sides[side]}it/s\n" * 5
+    for (side, rate), number in itertools.product({"a": base, "b": test}.items(), (1, 2, 3)):
+        text = f"run {number} of {side}\n" + f"{rate}it/s\n" * 5
         (tmp_path / f"{side}{number}.log").write_text(text)
     words = [str(tmp_path / "a?.log"), "--test", str(tmp_path / "b?.log"), "--unit", "1/s"]
     done = run("compare.py", *words, "--step", r"([\d.]+)it/s")
@@ -568,44 +511,34 @@ def test_rounded_numbers_widen_the_interval(
 
 # sample lines in the format of each program, and the seconds in them
 MEGATRON = """
- [2026-11-02 09:00:41] iteration       10/    2000 | consumed samples:         2560 | elapsed time \
-per iteration (ms): 1147.6 | throughput per GPU (TFLOP/s/GPU): 401.2 | learning rate: 1.2E-05 |
- [2026-11-02 09:00:52] iteration       20/    2000 | consumed samples:         5120 | elapsed time \
-per iteration (ms): 431.5 | throughput per GPU (TFLOP/s/GPU): 420.1 | learning rate: 2.4E-05 |
+ iteration 10/ 2000 | consumed samples: 2560 | elapsed time per iteration (ms): 1147.6 | lr: 1E-05 |
+ iteration 20/ 2000 | consumed samples: 5120 | elapsed time per iteration (ms): 431.5 | lr: 2E-05 |
 """
 TITAN = """
-[rank0]:[titan] 2026-11-02 09:00:41,338 - root - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.2541  \
-\x1b[38;5;208mgrad_norm:  3.1000  \x1b[36mmemory:  9.46GiB(64.99%)  \x1b[34mtps: 812  \
-\x1b[36mtflops: 0.52  \x1b[35mmfu: 0.17%\x1b[39m
-[rank0]:[titan] 2026-11-02 09:00:42,457 - root - INFO - \x1b[33mvalidate step:  1  \x1b[32mloss: \
-9.1  \x1b[36mmemory:  9.46GiB(64.99%)  \x1b[34mtps: 20,500\x1b[39m
-[rank0]:[titan] 2026-11-02 09:00:43,577 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.1024  \
-\x1b[38;5;208mgrad_norm:  1.0513  \x1b[36mmemory:  9.46GiB(64.99%)  \x1b[34mtps: 7,250  \
-\x1b[36mtflops: 4.66  \x1b[35mmfu: 1.49%\x1b[39m
+[rank0]:[titan] 09:00:41,338 - root - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.2541  \
+\x1b[36mmemory:  9.46GiB(64.99%)  \x1b[34mtps: 812  \x1b[36mtflops: 0.52  \x1b[35mmfu: 0%\x1b[39m
+[rank0]:[titan] 09:00:42,457 - root - INFO - \x1b[33mvalidate step:  1  \x1b[32mloss: 9.1  \
+\x1b[36mmemory:  9.46GiB(64.99%)  \x1b[34mtps: 20,500\x1b[39m
+[rank0]:[titan] 09:00:43,577 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.1024  \
+\x1b[36mmemory:  9.46GiB(64.99%)  \x1b[34mtps: 7,250  \x1b[36mtflops: 4.66  \x1b[35mmfu: 1%\x1b[39m
 """
 LIGHTNING = (
     "Sanity Checking DataLoader 0: 100%|####| 2/2 [00:00<00:00, 31.10it/s]\r"
-    "Epoch 0:  50%|##  | 50/100 [00:10<00:10,  5.00it/s, v_num=3]\r"
     "Epoch 0: 100%|####| 100/100 [00:15<00:00,  6.67it/s, v_num=3]\n"
     "Epoch 1:  50%|##  | 50/100 [00:06<00:06,  8.33it/s, v_num=3]\r"
     "Epoch 1: 100%|####| 100/100 [00:12<00:00,  8.00it/s, v_num=3, loss=0.5]\r"
     "Epoch 10: 100%|###| 100/100 [00:12<00:00,  8.16it/s, v_num=3, loss=0.4]\n"
 )
 NEMO = """
-Training epoch 0, iteration 0/99 | lr: 1.9e-06 | global_batch_size: 8 | global_step: 0 | \
-reduced_train_loss: 11.31 | train_step_timing in s: 7.126
-Training epoch 0, iteration 1/99 | lr: 3.9e-06 | global_batch_size: 8 | global_step: 1 | \
-reduced_train_loss: 10.65 | train_step_timing in s: 0.03146 | consumed_samples: 16
-Epoch 0: :   2%|2  | 2/99 [00:10<08:00, reduced_train_loss=9.83, global_step=2.000, \
-train_step_timing in s=3.130]
+Training epoch 0, iteration 0/99 | global_batch_size: 8 | train_step_timing in s: 7.126
+Training epoch 0, iteration 1/99 | train_step_timing in s: 0.03146 | consumed_samples: 16
+Epoch 0: :   2%|2  | 2/99 [00:10<08:00, global_step=2.000, train_step_timing in s=3.130]
 """
 TRAINER = """
 {'loss': '1.642', 'grad_norm': '3.312', 'learning_rate': '1.03e-06', 'epoch': '1'}
  50%|#####     | 40/80 [00:50<00:50,  1.27s/it]
-{'train_runtime': '101.6', 'train_samples_per_second': '3.544', 'train_steps_per_second': '0.788', \
-'train_loss': '6.252', 'epoch': '2'}
-{'train_runtime': 52.3131, 'train_samples_per_second': 61.17, 'train_steps_per_second': 1.912, \
-'train_loss': 1.9, 'epoch': 2.0}
+{'train_runtime': '101.6', 'train_steps_per_second': '0.788', 'train_loss': '6.252', 'epoch': '2'}
+{'train_runtime': 52.3131, 'train_samples_per_second': 61.17, 'train_steps_per_second': 1.912}
 """
 MMENGINE = """
 2026/11/02 09:00:41 - mmengine - INFO - Epoch(train)  [1][ 10/7330]  lr: 2.0e-04  eta: 1 day, \
@@ -625,17 +558,14 @@ ROWS = re.findall(r"^\| ([\w -]+) \| `(--step .+)` \|", PAGE, re.MULTILINE)
 ROWS += [("tqdm", words) for words in re.findall(r"^    (--step .+)$", PAGE, re.MULTILINE)]
 
 
-def test_each_pattern_of_the_page_has_a_sample_log() -> None:
+def test_the_patterns_of_the_page() -> None:
     assert [name for name, _ in ROWS] == list(LOGS)
-    assert {name: words for name, words in ROWS} == patterns.PATTERNS
-
-
-@pytest.mark.parametrize(("name", "words"), ROWS)
-def test_the_patterns_of_the_page(name: str, words: str) -> None:
-    steps = steps_of(flags(*shlex.split(words)), {})
-    assert steps
-    text, expected = LOGS[name]
-    assert found_in(text, steps, name).times_s == pytest.approx(expected, rel=1e-12)
+    assert dict(ROWS) == patterns.PATTERNS
+    for name, words in ROWS:
+        steps = steps_of(flags(*shlex.split(words)), {})
+        assert steps
+        text, expected = LOGS[name]
+        assert found_in(text, steps, name).times_s == pytest.approx(expected, rel=1e-12)
 
 
 # -- ab.py -----------------------------------------------------------------------------------------
@@ -680,9 +610,11 @@ def test_ab_with_commands_that_write_no_report(out: Path) -> None:
     assert report.cases[0].samples_s == {"step": [[0.1001, 0.1011, 0.1021, 0.1031, 0.1041]]}
     (both,) = {len(run.loads) for run in load([str(out)])}
     assert both == 1  # the load is recorded
-    other = run("ab.py", *words_of(out, "100 x", "200 x", "--skip", "2"))
-    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
-    assert "its plan does not contain skip: 2; choose another --out" in other.stderr
+    page = out.parent / "page.html"
+    assert run("report.py", str(out), "-o", str(page)).returncode == 0
+    assert "step mean (ms)" in page.read_text()
+    other = refusal("ab.py", *words_of(out, "100 x", "200 x", "--skip", "2"))
+    assert "its plan does not contain skip: 2; choose another --out" in other
     # compare.py reads both the reports and the logs
     for ending, step in (("jsonl", ()), ("log", ("--step", MS, "--skip", "1"))):
         sides = [str(out / side / f"*.{ending}") for side in "ab"]
@@ -710,20 +642,11 @@ def test_a_command_without_steps_ends_the_rounds(out: Path) -> None:
     assert re.search(message, done.stderr), done.stderr
 
 
-def test_report_py_shows_logs(out: Path, tmp_path: Path) -> None:
-    assert run("ab.py", *words_of(out, "100 x", "200 x")).returncode == 0
-    page = tmp_path / "page.html"
-    done = run("report.py", str(out), "-o", str(page))
-    assert done.returncode == 0, done.stderr
-    assert "step mean (ms)" in page.read_text()
-
-
 def test_a_folder_without_logs(tmp_path: Path) -> None:
     log = write_log(tmp_path / "a.log", [1.0])
     (tmp_path / "empty").mkdir()
-    done = run("compare.py", log, "--test", str(tmp_path / "empty"), "--step", MS)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"there is no file *{', *'.join(step_logs.ENDINGS)} in " in done.stderr
+    line = refusal("compare.py", log, "--test", str(tmp_path / "empty"), "--step", MS)
+    assert f"there is no file *{', *'.join(step_logs.ENDINGS)} in " in line
 
 
 def test_escape_sequences_are_removed() -> None:

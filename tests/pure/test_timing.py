@@ -55,9 +55,7 @@ ALIKE, LOWER = [1e-3, 3e-3, 2e-3, 4e-3], [0.6e-3] * 4
         ([[50.0]], 50, FULL, 1),  # the longest block that the watchdog allows is 75 s
     ],
 )
-def test_warm_up_ends_when_windows_agree_or_its_time_is_up(
-    windows: list[list[float]], spent_s: float, rule: StopRule, expected: int
-) -> None:
+def test_when_warm_up_ends(windows: Any, spent_s: float, rule: StopRule, expected: int) -> None:
     assert timing.next_window(windows, spent_s, 2, rule) == expected
 
 
@@ -123,7 +121,7 @@ def launch() -> None:
     ],
 )
 def test_a_block(
-    device: torch.device, step: Any, clock: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+    device: Any, step: Any, clock: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readings = iter(clock)
     monkeypatch.setattr(timing, "perf_counter", lambda: next(readings))

@@ -13,58 +13,33 @@ import torch
 from torch.profiler import profile, record_function
 
 from analysis import trace
-from harness.observe.trace import (
-    check,
-    choose_ranks,
-    commands_for,
-    lines_about,
-    name_of_case,
-    write,
-)
-from tests.pure.reports import run
-from tests.pure.traces import save, table
-
-
-def event(cat: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> Any:
-    whole = {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": tid}
-    return whole | {"args": {word.replace("_", " "): args[word] for word in args}}
-
-
-def launched(
-    name: str, at: float, start: float, end: float, cat: str = "kernel", **args: Any
-) -> Any:
-    """A kernel and the host call that launched it."""
-    call = event("cuda_runtime", "cudaLaunchKernel", at, at + 1, correlation=at)
-    return [call, event(cat, name, start, end, correlation=at, **args)]
+from harness.observe import trace as recorded
+from tests.pure.traces import about_call, event, kernel, refusal, save, step, table
 
 
 def test_a_trace_of_nccl(tmp_path: Path) -> None:
     """A step takes 100 us on the GPU: 60 us of computing and 50 us of NCCL, which overlap for 20
     us. The host launches everything in the first 30 us."""
     events = [
-        event("user_annotation", "ProfilerStep#3", 0, 30),
-        event("cpu_op", "aten::mm", 1, 500),
-        *launched("sm90_xmma_gemm_f32", 2, 20, 70),
-        *launched("elementwise_kernel", 3, 60, 80, tid=8),  # concurrent with the previous one
-        *launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 4, 60, 110, tid=20),
-        *launched("Memcpy HtoD", 5, 105, 115, "gpu_memcpy"),
-        *launched("elementwise_kernel", 40, 200, 300),  # outside of the step
-        *launched("elementwise_kernel", 29, 119.999, 120),
+        *step(3, 0, 30),
+        event("cpu_op", "aten::mm", 1, 499),
+        *kernel("sm90_xmma_gemm_f32", 20, 50, launch=2),
+        *kernel("elementwise_kernel", 60, 20, 8, launch=3),  # concurrent with the previous one
+        *kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 60, 50, 20, launch=4),
+        *kernel("Memcpy HtoD", 105, 10, launch=5, cat="gpu_memcpy"),
+        *kernel("elementwise_kernel", 200, 100, launch=40),  # outside of the step
+        *kernel("elementwise_kernel", 119.999, 0.001, launch=29),
         {"ph": "M", "name": "process_name"},
     ]
-    (_, mean, step, *_) = table(save(tmp_path / "rank5.json", events))
-    assert step == ["5", "ProfilerStep#3", "0.100", "60.0", "50.0", "30.0", "20.0", "10.0"]
-    assert mean == ["5", "mean of 1", *step[2:]]
+    (_, mean, third, *_) = table(save(tmp_path / "rank5.json", events))
+    assert third == ["5", "ProfilerStep#3", "0.100", "60.0", "50.0", "30.0", "20.0", "10.0"]
+    assert mean == ["5", "mean of 1", *third[2:]]
 
 
 def test_steps_of_the_profiler_follow_each_other(tmp_path: Path) -> None:
     """The GPU is idle from 40 to 100 us, before the first kernel of the second step."""
-    events = [
-        event("user_annotation", "ProfilerStep#1", 0, 50),
-        event("user_annotation", "ProfilerStep#2", 50, 90),
-        *launched("gemm", 2, 20, 40),
-        *launched("gemm", 60, 100, 110),
-    ]
+    kernels = [*kernel("gemm", 20, 20, launch=2), *kernel("gemm", 100, 10, launch=60)]
+    events = [*step(1, 0, 50), *step(2, 50, 40), *kernels]
     assert [row[1:4] for row in table(save(tmp_path / "a.json", events))[1:]] == [
         ["mean of 2", "0.045", "33.3"],
         ["ProfilerStep#1", "0.080", "25.0"],
@@ -76,16 +51,16 @@ def gloo_events() -> list[Any]:
     """Two steps of 50 us. An operator that waits for a collective does not count as computing."""
     return [
         event("user_annotation", "step", 0, 50),
-        event("user_annotation", "without dp", 50, 100),
-        event("user_annotation", "step", 100, 150),
-        event("user_annotation", "gloo:all_reduce", 10, 40, tid=2),
-        event("user_annotation", "gloo:all_reduce", 20, 30, tid=3),
-        event("user_annotation", "gloo:barrier", 90, 100, tid=3),
+        event("user_annotation", "without dp", 50, 50),
+        event("user_annotation", "step", 100, 50),
+        event("user_annotation", "gloo:all_reduce", 10, 30, tid=2),
+        event("user_annotation", "gloo:all_reduce", 20, 10, tid=3),
+        event("user_annotation", "gloo:barrier", 90, 10, tid=3),
         event("cpu_op", "aten::addmm", 0, 20),
-        event("cpu_op", "aten::copy_", 5, 6),
-        event("cpu_op", "aten::sort", 32, 34, tid=2),  # within an operation of gloo
-        event("cpu_op", "aten::mm", 100, 150),
-        event("cpu_op", "_c10d_functional::wait_tensor", 110, 150),
+        event("cpu_op", "aten::copy_", 5, 1),
+        event("cpu_op", "aten::sort", 32, 2, tid=2),  # within an operation of gloo
+        event("cpu_op", "aten::mm", 100, 50),
+        event("cpu_op", "_c10d_functional::wait_tensor", 110, 40),
     ]
 
 
@@ -95,11 +70,9 @@ def test_a_trace_of_gloo_and_a_picture(tmp_path: Path) -> None:
     assert rows[1] == ["3", "mean of 2", "0.050", "30.0", "30.0", "20.0", "10.0", "50.0"]
     assert rows[2] == ["3", "step 0", "0.050", "40.0", "60.0", "40.0", "20.0", "20.0"]
     assert "<path" in (tmp_path / "x.svg").read_text()
-
-
-def test_the_whole_trace_without_steps(tmp_path: Path) -> None:
-    events = [event("cpu_op", "aten::mm", 0, 25), event("cpu_op", "aten::mm", 75, 100)]
-    assert table(save(tmp_path / "x.json", events))[2][:4] == ["0", "all", "0.100", "50.0"]
+    without_steps = [event("cpu_op", "aten::mm", 0, 25), event("cpu_op", "aten::mm", 75, 25)]
+    rows = table(save(tmp_path / "x.json", without_steps))
+    assert rows[2][:4] == ["0", "all", "0.100", "50.0"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -114,9 +87,9 @@ def test_shares_equal_a_count_on_a_grid(seed: int) -> None:
     first, second = sorted(draw.sample(range(1, 99), 2))
     steps = [trace.Step(f"{a}", a, b, []) for a, b in ((0, first), (second, 100))]
     _, *times = trace.shares_of(trace.union(computing, holes), communication, steps)
-    for step, row in zip(steps, times, strict=True):
+    for part, row in zip(steps, times, strict=True):
         counted = Counter[str]()
-        for time in range(int(step.start), int(step.end)):
+        for time in range(int(part.start), int(part.end)):
             runs = [any(a <= time < b for a, b in spans) for spans in kinds]
             computes, communicates = runs[0] and not runs[2], runs[1]
             counted["computing"] += computes
@@ -124,7 +97,7 @@ def test_shares_equal_a_count_on_a_grid(seed: int) -> None:
             counted["exposed"] += communicates and not computes
             counted["both"] += computes and communicates
             counted["idle"] += not computes and not communicates
-        want = [step.end - step.start, *(counted[name] for name in trace.COLUMNS)]
+        want = [part.end - part.start, *(counted[name] for name in trace.COLUMNS)]
         assert [time * 1e3 for time in row] == pytest.approx(want, abs=1e-9)
 
 
@@ -133,15 +106,15 @@ GROUP_COLUMNS = ["calls/step", "ms", "exposed (ms)", "waits (ms)", "late (ms)"]
 
 def nccl_rank(waits: float, group: str = "[0, 1]") -> list[Any]:
     """Two all-reduces that end at 100 and 200 us, and a send, which is not matched."""
-    words = {"Collective_name": "allreduce", "Process_Group_Name": "7"}
-    words |= {"Process_Group_Description": "dp", "Process_Group_Ranks": group}
-    send = words | {"Collective_name": "send"}
+    words = about_call("allreduce") | {"Process Group Ranks": group}
+    reduce = {"launch": 2, **words}
+    send = words | {"Collective name": "send"}
     return [
-        event("user_annotation", "ProfilerStep#1", 0, 300),
-        *launched("gemm", 1, 10, 90),
-        *launched("ncclDevKernel_AllReduce", 2, 90 - waits, 100, tid=9, **words),
-        *launched("ncclDevKernel_AllReduce", 3, 190 - waits, 200, tid=9, **words),
-        *launched("ncclDevKernel_SendRecv", 4, 200, 200 + 10 * waits, tid=9, **send),
+        *step(1, 0, 300),
+        *kernel("gemm", 10, 80, launch=1),
+        *kernel("ncclDevKernel_AllReduce", 90 - waits, 10 + waits, 9, **reduce),
+        *kernel("ncclDevKernel_AllReduce", 190 - waits, 10 + waits, 9, **reduce),
+        *kernel("ncclDevKernel_SendRecv", 200, 10 * waits, 9, launch=4, **send),
     ]
 
 
@@ -176,11 +149,10 @@ def test_groups_of_gloo(tmp_path: Path, groups: tuple[list[list[int]], ...], lat
     In the first of two steps, each rank is 1 us late in one call."""
     paths = []
     for rank in (0, 1):
-        about: dict[str, Any] = {"pg_config": [{"ranks": ranks} for ranks in [[0], *groups[rank]]]}
         events = gloo_events()
         events[3]["dur"] += rank
         events[4]["dur"] -= rank
-        info = about | {"rank": rank}
+        info = {"rank": rank, "pg_config": [{"ranks": ranks} for ranks in [[0], *groups[rank]]]}
         paths.append(save(tmp_path / f"{rank}.json", events, distributedInfo=info))
     rows = [row for row in table(*paths) if row[0] == "not named" and len(row) == 7]
     assert [row[-1] for row in rows] == [late, late]
@@ -199,16 +171,14 @@ def test_groups_of_gloo(tmp_path: Path, groups: tuple[list[list[int]], ...], lat
 def test_other_files_are_refused(content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    done = run("trace.py", str(path))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    line = refusal(str(path))
     assert line.startswith(f"trace.py: error: {path}: expected a trace of torch.profiler, e.g. by ")
     assert words in line
 
 
 def test_two_traces_of_a_rank_are_refused(tmp_path: Path) -> None:
     paths = [save(tmp_path / name, gloo_events()) for name in ("a-rank0.json", "b-rank0.json")]
-    assert "one trace per rank, got another one of rank 0" in run("trace.py", *paths).stderr
+    assert "one trace per rank, got another one of rank 0" in refusal(*paths)
 
 
 # -- --profile -------------------------------------------------------------------------------------
@@ -216,7 +186,9 @@ def test_two_traces_of_a_rank_are_refused(tmp_path: Path) -> None:
 
 def test_names_are_safe_and_unique() -> None:
     models = ["a/b", "a b", "A b", "../" * 100, "ü\n"]
-    names = [name_of_case("ddp_sweep", {"device": "cpu", "model": model}) for model in models]
+    names = [
+        recorded.name_of_case("ddp_sweep", {"device": "cpu", "model": model}) for model in models
+    ]
     assert len({name.lower() for name in names}) == 5
     assert all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,200}", name) for name in names)
     assert re.fullmatch("ddp_sweep-cpu-a-b-[0-9a-f]{8}", names[0])
@@ -224,15 +196,15 @@ def test_names_are_safe_and_unique() -> None:
 
 def test_the_first_rank_of_each_node_and_the_slowest() -> None:
     nodes = [0, 0, 0, 1, 1, 1]
-    assert choose_ranks([0, 1, 2, 3, 4, 5], nodes, [1, 2, 3, 1, 5, 4], None) == {0, 3, 4}
-    assert choose_ranks([1, 2], nodes, [3.0, 2.0], None) == {1}
-    assert choose_ranks([1, 2], nodes, [3.0, 2.0], {0, 2}) == {2}
+    assert recorded.choose_ranks([0, 1, 2, 3, 4, 5], nodes, [1, 2, 3, 1, 5, 4], None) == {0, 3, 4}
+    assert recorded.choose_ranks([1, 2], nodes, [3.0, 2.0], None) == {1}
+    assert recorded.choose_ranks([1, 2], nodes, [3.0, 2.0], {0, 2}) == {2}
 
 
 def test_a_trace_is_written_and_read(tmp_path: Path) -> None:
     with profile(acc_events=True) as profiler, record_function("step"):
         torch.ones(8, 8).sum()
-    assert write(profiler, tmp_path / "a b-rank4.json.gz") == {}
+    assert recorded.write(profiler, tmp_path / "a b-rank4.json.gz") == {}
     _, _, row = table(str(tmp_path / "a b-rank4.json.gz"))
     assert row[:2] == ["4", "step 0"]
     assert 0 < float(row[3]) <= 100
@@ -247,7 +219,7 @@ def test_a_full_disk(full: bool, why: str, tmp_path: Path, monkeypatch: pytest.M
     if full:
         file.symlink_to("/dev/full")
         monkeypatch.setattr(Path, "unlink", lambda *args, **options: None)
-    (line,) = lines_about({"0": {"file": "t/x.gz"} | write(profiler, file)})
+    (line,) = recorded.lines_about({"0": {"file": "t/x.gz"} | recorded.write(profiler, file)})
     assert line.startswith(f"trace of rank 0 lost: {why}")
     assert full or not file.exists()
 
@@ -255,9 +227,9 @@ def test_a_full_disk(full: bool, why: str, tmp_path: Path, monkeypatch: pytest.M
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot write into .*/below: Not a directory"):
-        check(tmp_path / "file" / "below", None, 2)
+        recorded.check(tmp_path / "file" / "below", None, 2)
     with pytest.raises(ValueError, match=r"expected --profile-ranks from 0 to 3, got 4; e\.g\. 0"):
-        check(tmp_path / "x", {0, 4}, 4)
+        recorded.check(tmp_path / "x", {0, 4}, 4)
 
 
 # -- one call that dominates the shares ------------------------------------------------------------
@@ -272,22 +244,22 @@ def test_a_first_call_that_dominates_is_named(tmp_path: Path, first_is_long: boo
     events, start = [], 0.0
     for number in range(4):
         long = 99_000 * (number == (0 if first_is_long else 2))
-        events += [event("user_annotation", f"ProfilerStep#{number}", start, start + 10)]
-        events += launched("gemm", start + 1, start + 20, start + 1020)
-        events += launched("ncclDevKernel_AllReduce", start + 2, start + 1020, start + 1520 + long)
+        events += step(number, start, 10) + kernel("gemm", start + 20, 1000, launch=start + 1)
+        name, after = "ncclDevKernel_AllReduce", start + 2
+        events += kernel(name, start + 1020, 500 + long, launch=after)
         start += 1500 + long
     path = save(tmp_path / "x.json", events)
     lines = [row[0] for row in table(path) if "one call" in row[0]]
-    name = "all_reduce, 99.5 ms, in the first step"
-    line = f"# rank 0: one call of 4 ({name}) accounts for 98.51% of the communication; without "
+    call = "all_reduce, 99.5 ms, in the first step"
+    line = f"# rank 0: one call of 4 ({call}) accounts for 98.51% of the communication; without "
     assert lines == ([f"{line}it, 27.3% of a 1.375 ms step is exposed"] if first_is_long else [])
 
 
 def test_the_command_for_the_traces_of_the_last_case() -> None:
     """The shell expands only the pattern, whatever characters the folder has."""
     traces = {"0": {"lost": "full", "file": "a b/x-rank0.json.gz"}}
-    assert commands_for(traces) == []
+    assert recorded.commands_for(traces) == []
     traces["3"] = {"file": "a b/x-rank3.json.gz"}
-    (command,) = commands_for(traces)
+    (command,) = recorded.commands_for(traces)
     assert command.startswith("traces of the last case; python ")
     assert command.endswith("analysis/trace.py 'a b/x'-rank*.json.gz")

@@ -50,48 +50,50 @@ def test_fsdp_gathers_all_weights_twice_and_reduce_scatters_gradients_once(ranks
     padded = [-(-size[0] // ranks) * ranks * size.numel() // size[0] for size in SIZES]
     step = traffic.simulate(key_of(f"dp{ranks}", ranks))
     assert totals(step) == {"all_gather": 2 * 4 * sum(padded), "reduce_scatter": 4 * sum(padded)}
-    calls = Counter[str]()
-    for (_, collective, _), count in step.calls.items():
-        calls[collective] += count
-    assert calls == {"all_gather": 2 * (LAYERS + 1), "reduce_scatter": LAYERS + 1}
+    counts = {name: 0 for _, name, _ in step.calls}
+    for (_, name, _), count in step.calls.items():
+        counts[name] += count
+    assert counts == {"all_gather": 2 * (LAYERS + 1), "reduce_scatter": LAYERS + 1}
     if ranks == 8:
         held = {"parameters": 4 * WEIGHTS // 8, "gradients": 4 * WEIGHTS // 8}
         assert step.held_bytes == held | {"optimizer": WEIGHTS}
 
 
-def test_ddp_reduces_all_gradients_and_broadcasts_buffers() -> None:
-    """The only buffer is the rotation, [64, 8] of float32. AdamW has two moments per weight."""
-    step = traffic.simulate(key_of("ddp4", 4))
-    assert totals(step) == {"all_reduce": 4 * WEIGHTS, "broadcast": 4 * 64 * 8}
-    held = step.held_bytes
-    assert held == {"parameters": 4 * WEIGHTS, "gradients": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}
+STREAM = 4 * 64 * 64 * 4  # sequences, tokens, width, float32
+MESSAGE = 64 * 64 * 4  # one sequence per microbatch
 
 
-def test_tensor_parallel_gathers_and_scatters_the_stream() -> None:
-    """A gather before and a scatter after each attention and MLP, and as many in the backward pass;
-    also after the embedding and before the head."""
-    sums = totals(traffic.simulate(key_of("tp4", 4, "--global-batch", "4")))
-    stream = 4 * 64 * 64 * 4  # sequences, tokens, width, float32
-    assert sums["all_gather"] == sums["reduce_scatter"] == (4 * LAYERS + 2) * stream
-
-
-def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
-    """One sequence of 64 tokens and width 64 per microbatch, to and from each of two neighbors."""
-    flags = ("--rank", "1", "--microbatches", "4", "--global-batch", "4")
-    step = traffic.simulate(key_of("pp4:1f1b", 4, *flags))
-    size = 64 * 64 * 4
-    assert step.calls == {("pp", "send", size): 8, ("pp", "recv", size): 8}
+@pytest.mark.parametrize(
+    ("mesh", "flags", "expected"),
+    [
+        # the only buffer is the rotation, [64, 8] of float32
+        ("ddp4", "", {"all_reduce": 4 * WEIGHTS, "broadcast": 4 * 64 * 8}),
+        # a gather before and a scatter after each attention and MLP, and as many in the backward
+        # pass; also after the embedding and before the head
+        ("tp4", "", dict.fromkeys(("all_gather", "reduce_scatter"), (4 * LAYERS + 2) * STREAM)),
+        # 4 microbatches to and from each of two neighbors
+        (
+            "pp4:1f1b",
+            "--rank 1 --microbatches 4",
+            {("pp", "send", MESSAGE): 8, ("pp", "recv", MESSAGE): 8},
+        ),
+    ],
+)
+def test_bytes_of_a_step(mesh: str, flags: str, expected: dict[Any, int]) -> None:
+    step = traffic.simulate(key_of(mesh, 4, "--global-batch", "4", *flags.split()))
+    found: dict[Any, int] = dict(step.calls) if flags else totals(step)
+    assert {name: found[name] for name in expected} == expected
+    assert mesh == "tp4" or len(found) == len(expected)
+    if mesh == "ddp4":  # AdamW has two moments per weight
+        held = {"parameters": 4 * WEIGHTS, "gradients": 4 * WEIGHTS, "optimizer": 8 * WEIGHTS}
+        assert step.held_bytes == held
 
 
 SLOW_MESHES = ("dp2x4", "dp2tp4", "cp4dp2", "dp2ep4", "dp2pp4:1f1b")
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        *("dp8", "ddp8"),
-        *(pytest.param(mesh, marks=pytest.mark.smoke) for mesh in SLOW_MESHES),
-    ],
+    "mesh", ["dp8", "ddp8", *(pytest.param(mesh, marks=pytest.mark.smoke) for mesh in SLOW_MESHES)]
 )
 def test_the_counted_step_equals_the_next_one(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Playing only the first steps is faster and counts the same."""
@@ -209,45 +211,44 @@ def test_groups_of_one_rank_take_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "calls", "said"),
+    ("ranks", "calls", "said", "start"),
     [
         # beyond the largest size, and two more unknown calls
         (
             [0, 1, 2, 3],
             {("dp", "all_gather", 9001): 1, ("dp", "all_gather", 20): 2},
-            "all_gather of 9,001 bytes (and 1 more): 8.79K bytes are outside the measured "
-            "range, 1000 to 8.789K; measure it: torchrun --nproc-per-node 4 "
-            "benchmarks/collectives.py --collective all_gather -d float32 -b 16 -e 16K ",
+            "(and 1 more): 8.79K bytes are outside the measured range, 1000 to 8.789K; measure it",
+            "--nproc-per-node 4 benchmarks/collectives.py --collective all_gather -d float32 -b 16",
         ),
         # the same number of ranks, but two per node
         (
             [0, 1, 8, 9],
             {("dp", "all_gather", 2000): 1},
-            "all_gather of 2,000 bytes: it was measured on 4 ranks of one host, not on 4 ranks of "
-            "2 hosts (2 each); measure it: torchrun --nnodes 2 --nproc-per-node 2 "
-            "benchmarks/collectives.py --collective all_gather -d float32 -b 1K -e 2K ",
+            "it was measured on 4 ranks of one host, not on 4 ranks of 2 hosts (2 each); measure",
+            "--nnodes 2 --nproc-per-node 2 benchmarks/collectives.py --collective all_gather -d",
         ),
         # one rank on each node: one of eight rails
         (
             [0, 8],
             {("dp", "all_to_all", 2048): 1},
-            "all_to_all of 2,048 bytes: it was not measured; measure it: torchrun --nnodes 2 "
-            "--nproc-per-node 8 benchmarks/collectives.py --groups cross --collective all_to_all ",
+            "all_to_all of 2,048 bytes: it was not measured; measure it: torchrun",
+            "--nnodes 2 --nproc-per-node 8 benchmarks/collectives.py --groups cross --collective",
         ),
         (
             [0, 1, 2, 8],
             {("dp", "all_reduce", 4): 1},
-            "torchrun --nnodes 2 --nproc-per-node 3 benchmarks/collectives.py --groups 0-2,3-3 ",
+            "it was not measured",
+            "--nnodes 2 --nproc-per-node 3 benchmarks/collectives.py --groups 0-2,3-3 ",
         ),
     ],
 )
-def test_no_extrapolation(ranks: list[int], calls: dict[traffic.Call, int], said: str) -> None:
+def test_no_extrapolation(ranks: list[int], calls: Any, said: str, start: str) -> None:
     step = simulated(calls, {"dp": ranks})
     found = traffic.timed(NODE, step, {("all_gather", (4,), "float32"): MEASURED})
-    assert "dp_s" not in found
-    assert "communication_s" not in found
+    assert not {"dp_s", "communication_s"} & found.keys()
     assert said in found["dp_missing"]
-    command = found["dp_missing"].partition("measure it: ")[2]
+    command = found["dp_missing"].partition("measure it: torchrun ")[2]
+    assert command.startswith(start)
     words = command.partition("benchmarks/collectives.py ")[2].split()
     args = collectives.parse_args([*words, "--device", "cpu"])
     for _, _, size in calls:  # the size is within those of that command
@@ -291,24 +292,26 @@ def scan(path: Path, *names: str, **more: Any) -> str:
     return reports.write(path, *cases, benchmark="collectives", environment=environment)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.argv", ["traffic.py", "--ranks", "2", *NANO, *words])
-    return traffic.main()
-
-
 def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     """15 calls of FSDP at 1 ms each are half of the 30 ms that were exposed. Their interval is 13.5
     to 16.5 ms, so the interval of the ratio is 20 / 16.5 to 40 / 13.5."""
     first = scan(tmp_path / "a.jsonl", "all_gather")
-    words: tuple[str, ...] = ("--mesh", "dp2", "--measured", first)
-    assert run(monkeypatch, *words) == 1
-    assert "dp2, rank 0: no time for dp: reduce_scatter of " in capsys.readouterr().out
     second = scan(tmp_path / "b.jsonl", "reduce_scatter")
-    swept = reports.write(tmp_path / "s.jsonl", swept_case("dp2"), benchmark="parallel_sweep")
-    report = tmp_path / "report.jsonl"
-    words = (*words, second, "--against", swept, "--json", str(report))
-    assert run(monkeypatch, *words) == 0
-    out = capsys.readouterr().out
+
+    def run(*words: str) -> tuple[int, str]:
+        command = ["traffic.py", "--ranks", "2", *NANO, "--mesh", "dp2", "--measured", first]
+        monkeypatch.setattr("sys.argv", [*command, *words])
+        return traffic.main(), capsys.readouterr().out
+
+    def against(case: dict[str, Any], *words: str) -> str:
+        path = reports.write(tmp_path / "s.jsonl", case, benchmark="parallel_sweep")
+        status, out = run(second, "--against", path, *words)
+        assert status == 0
+        return out
+
+    status, out = run()
+    assert (status, "dp2, rank 0: no time for dp: reduce_scatter of " in out) == (1, True)
+    out = against(swept_case("dp2"), "--json", str(tmp_path / "report.jsonl"))
     assert "# dp2, rank 0: the collectives of dp take 15.0 ms (13.5 to 16.5) alone; " in out
     assert "parallel_sweep.py measured 30.0 ms (20.0 to 40.0) as exposed: exposed / alone = " in out
     assert " = 2.00 (1.21 to 2.96)\n" in out
@@ -317,20 +320,14 @@ def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
         "# the exposed time in parallel_sweep.py is "
         "2.00 times (1.21 to 2.96) the computed time for dp of dp2, rank 0\n"
     )
-    (case,) = load(str(report)).cases
+    (case,) = load(str(tmp_path / "report.jsonl")).cases
     assert case.metrics["dp_s"].value == pytest.approx(0.015)
-    eight = swept_case("dp2", global_batch=8)
-    other = reports.write(tmp_path / "o.jsonl", eight, benchmark="parallel_sweep")
-    assert run(monkeypatch, *words[:4], second, "--against", other) == 0
     said = "not compared with parallel_sweep.py: global_batch 8 in the sweep, 4 here"
-    assert said in capsys.readouterr().out
+    assert said in against(swept_case("dp2", global_batch=8))
     none = swept_case("dp2")
     none["metrics"]["exposed_dp_s"] = estimate(0.01, -0.01, 0.03)
-    other = reports.write(tmp_path / "n.jsonl", none, benchmark="parallel_sweep")
-    assert run(monkeypatch, *words[:4], second, "--against", other) == 0
-    assert " (-10.0 to 30.0) as exposed, which may be 0: no ratio\n" in capsys.readouterr().out
+    assert " (-10.0 to 30.0) as exposed, which may be 0: no ratio\n" in against(none)
     # times of gloo and nccl cannot be mixed
-    third = scan(tmp_path / "c.jsonl", "all_reduce", backend="nccl", device="cuda")
     with pytest.raises(SystemExit):
-        run(monkeypatch, *words[:4], third)
+        run(scan(tmp_path / "c.jsonl", "all_reduce", backend="nccl", device="cuda"))
     assert "expected reports of one backend, got gloo on cpu (" in capsys.readouterr().err

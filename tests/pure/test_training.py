@@ -87,9 +87,7 @@ def test_late_ranks_in_words() -> None:
         ([[4.0] * 9], None, None),  # no other rank
     ],
 )
-def test_a_late_rank_is_named_if_the_wait_is_significant(
-    compute: list[list[float]], late_s: float | None, named: list[int] | None
-) -> None:
+def test_a_late_rank_is_named(compute: Any, late_s: float | None, named: list[int] | None) -> None:
     """A step takes 5 s."""
     metrics = breakdown_of([[5.0] * 9] * len(compute), compute, [[1.0] * 9] * len(compute))
     assert metrics.get("late_s", Estimate(0)).value == (late_s or 0)
@@ -139,8 +137,8 @@ def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
         (swinging(3.0), [0.0] * 6, None, None),
     ],
 )
-def test_overlap_has_an_interval_over_rounds(
-    step: list[float], alone: list[float], overlap: float | None, half: float | None
+def test_overlap_has_an_interval(
+    step: Any, alone: Any, overlap: float | None, half: float | None
 ) -> None:
     """Local compute takes 1 s."""
     found = breakdown_of([step], [[1.0] * len(step)], [alone])["overlap"]

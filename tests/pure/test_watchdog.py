@@ -13,15 +13,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from harness.observe import watchdog
-from harness.observe.watchdog import (
-    LATE,
-    SILENT,
-    WAITS,
-    Watchdog,
-    launcher_of,
-    lines_by_state,
-    ranks_by_state,
-)
+from harness.observe.watchdog import LATE, SILENT, WAITS, Watchdog
 from tests.process import ROOT
 
 
@@ -33,7 +25,7 @@ def test_ranks_have_lines_and_many_with_the_same_state_are_counted() -> None:
     """Rank 1 is silent, 2 is in an earlier phase, 3 in an earlier collective, 4 in no case."""
     states = [state(0), state(1, last=None), state(2, phase=2), state(3, last=("g", 6))]
     states += [state(4, phase=0), *(state(rank) for rank in range(5, 1024))]
-    lines = lines_by_state(ranks_by_state(states))
+    lines = watchdog.lines_by_state(watchdog.ranks_by_state(states))
     assert lines[:3] == [f"rank 1: {SILENT}", f"rank 2: {LATE}", f"rank 3: {LATE}"]
     assert lines[3:6] == [f"rank 0: {WAITS}", f"rank 4: {WAITS}", f"rank 5: {WAITS}"]
     assert lines[18:] == [f"rank 18: {WAITS}", f"and 1,005 more: {WAITS}"]
@@ -44,7 +36,10 @@ def test_without_gloos_recorder_the_last_call_is_unknown(monkeypatch: pytest.Mon
     answer, and phases decide."""
     monkeypatch.setattr(watchdog, "recorded_collectives", list)
     assert watchdog.last_collective() == ("none", 0, "unknown: this torch has no record")
-    assert len(ranks_by_state([state(0, last=("none", 0)), state(1, 2, ("none", 0))])[LATE]) == 1
+    assert (
+        len(watchdog.ranks_by_state([state(0, last=("none", 0)), state(1, 2, ("none", 0))])[LATE])
+        == 1
+    )
 
 
 class Written:
@@ -125,7 +120,7 @@ def test_siblings_have_the_same_launcher(monkeypatch: pytest.MonkeyPatch, variab
         assert launcher.stdout
         direct, wrapper, behind = map(int, launcher.stdout.readline().split())
         monkeypatch.setenv(variable, "0")  # this process is a rank
-        assert {launcher_of(pid) for pid in (direct, wrapper, behind)} == {launcher.pid}
+        assert {watchdog.launcher_of(pid) for pid in (direct, wrapper, behind)} == {launcher.pid}
         rank: Any = Mock(launcher=launcher.pid)
         others = (launcher.pid, os.getpid(), 1, 0, -1, 2**70, str(direct), None, [direct])
         assert [Watchdog._is_sibling(rank, pid) for pid in (direct, behind)] == [True, True]

@@ -74,12 +74,13 @@ def save(path: Path, events: Iterable[dict[str, Any]], **more: Any) -> str:
     return str(path)
 
 
-def save_ranks(folder: Path, *ranks: Events, hosts: Iterable[str] = ()) -> list[str]:
-    """Write a file for each rank and return the paths. hosts: the host name of each rank."""
+def save_ranks(folder: Path, *ranks: Events, hosts: Iterable[str] = (), **info: Any) -> list[str]:
+    """Write a file for each rank and return the paths. hosts: the host name of each rank. info:
+    more of what torch knows about the job."""
     paths = []
     named = [{"host_name": host} for host in hosts] or [{}] * len(ranks)
     for rank, (events, host) in enumerate(zip(ranks, named, strict=True)):
-        about = {"rank": rank, "world_size": len(ranks)}
+        about = {"rank": rank, "world_size": len(ranks)} | info
         paths.append(save(folder / f"{rank}.json", events, distributedInfo=about, **host))
     return paths
 
