@@ -1,8 +1,7 @@
 """Run a script and record its losses, gradients and parameters: cudalab_values.py FOLDER SCRIPT ...
 
-Each process that trains appends to a file of its rank in FOLDER: a line for each loss of which it
-computes gradients, and after each step of an optimizer the norms of gradients and parameters.
-tests/test_cudalab.py compares those of a run on CUDA with those of a run on the CPU.
+Each process that trains appends to a file of its rank in FOLDER. tests/test_cudalab.py compares the
+files of a run on CUDA with those of a run on the CPU.
 """
 
 import functools
@@ -10,6 +9,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 LIMIT = 1000  # values of a process
 
 
-def record(folder: Path) -> None:
-    file = (folder / f"rank{os.environ['RANK']}.jsonl").open("a", buffering=1)
-    count = 0
-
-    def write(name: str, value: Tensor) -> None:
-        nonlocal count
-        count += 1
-        if count <= LIMIT:
-            file.write(json.dumps([name, float(value.detach())]) + "\n")
+def record(write: Callable[[str, float], object]) -> None:
+    """Write each loss of which this process computes gradients, and after each step of one of its
+    optimizers the norms of gradients and parameters."""
 
     def norm(tensors: list[Tensor]) -> Tensor:
         dense = [t.to_dense() if t.is_sparse else t for t in tensors]
@@ -38,8 +32,8 @@ def record(folder: Path) -> None:
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        write("gradients", norm([p.grad for p in parameters if p.grad is not None]))
-        write("parameters", norm(parameters))
+        write("gradients", float(norm([p.grad for p in parameters if p.grad is not None])))
+        write("parameters", float(norm(parameters)))
 
     register_optimizer_step_post_hook(stepped)
 
@@ -47,7 +41,7 @@ def record(folder: Path) -> None:
         @functools.wraps(real)
         def backward(*args: Any, **kwargs: Any) -> Any:
             for loss in losses_of(args):
-                write("loss", loss)
+                write("loss", float(loss.detach()))
             return real(*args, **kwargs)
 
         return backward
@@ -58,6 +52,8 @@ def record(folder: Path) -> None:
 
 if __name__ == "__main__":
     folder, *sys.argv = sys.argv[1:]
-    record(Path(folder))
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    count = iter(range(LIMIT))
+    with Path(folder, f"rank{os.environ['RANK']}.jsonl").open("a", buffering=1) as file:
+        record(lambda *entry: next(count, None) is None or file.write(json.dumps(entry) + "\n"))
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -20,8 +20,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from statistics import fmean, median
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,7 +35,6 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed import rpc
 from torch.futures import Future
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,7 +47,7 @@ from common.rpc import Roles
 from common.stats import Estimate
 from common.timing import Step, StopRule, TimedLoop, Workload
 from harness import cli
-from tests import plain_loops
+from tests import cudalab_values, plain_loops
 
 ROUNDS = 6
 FIRST = "first"  # compared with the last case
@@ -225,49 +222,22 @@ SOURCES: dict[str, Callable[[Job, Group, Roles], Pair]] = {
 }
 
 
-def norm(tensors: list[torch.Tensor]) -> float:
-    return sum(float(t.detach().square().sum()) for t in tensors) ** 0.5
-
-
-@contextmanager
-def recorded_values() -> Iterator[tuple[list[float], list[tuple[float, float]]]]:
-    """Record all losses that are computed within the context, and the norms of gradients and
-    parameters after each step of an optimizer of this process."""
-    losses: list[float] = []
-    norms: list[tuple[float, float]] = []
-
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [p for part in optimizer.param_groups for p in part["params"]]
-        gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
-        norms.append((norm(gradients), norm(parameters)))
-
-    def recording(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def loss_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = real(*args, **kwargs)
-            losses.append(float(loss.detach()))
-            return loss
-
-        return loss_of
-
-    module = torch.nn.functional
-    with (
-        patch.object(module, "cross_entropy", recording(module.cross_entropy)),
-        patch.object(module, "l1_loss", recording(module.l1_loss)),
-        register_optimizer_step_post_hook(stepped),
-    ):
-        yield losses, norms
-
-
 def print_losses(name: str, pair: Pair, steps: int, job: Job, group: Group) -> None:
     """Print a line of JSON from each trainer: the losses and norms during set-up and the given
     number of steps."""
     found: dict[str, Any] = {"source": name, "rank": job.rank}
+    values: list[tuple[str, float]] = []
+    cudalab_values.record(lambda *value: values.append(value))
     for way, make in zip(("script", "plain"), pair, strict=True):
-        with recorded_values() as (losses, norms):
-            step = make()
-            for _ in range(steps):
-                step()
-        found |= {way: losses, f"{way} norms": norms}
+        values.clear()
+        step = make()
+        for _ in range(steps):
+            step()
+        losses, *norms = (
+            [value for of, value in values if of == kind]
+            for kind in ("loss", "gradients", "parameters")
+        )
+        found |= {way: losses, f"{way} norms": [*zip(*norms, strict=True)]}
         dist.barrier(group.control)
     sys.stdout.write(json.dumps(found) + "\n")  # in one call, because the ranks share stdout
     sys.stdout.flush()
