@@ -57,9 +57,10 @@ class Row:
     pass or are skipped. on_cpu: flags for a run on the CPU over gloo, with the same values.
     contexts: number of CUDA contexts, one for each process and GPU. communicators: limit on those
     that one process has open at a time. implementations: whether to run the command with each
-    implementation of `nccl`, unless it has a backend. ran: operations of NCCL on rank 0 of a
-    communicator. types: 16-bit types on which operators run; None: any. peak_kib: limit on the peak
-    memory of a case, by its model.
+    implementation of `nccl`, unless it has a backend. log: patterns in the log of the emulation.
+    types: 16-bit types on which operators run; None: any. peak_kib: limit on the peak memory of a
+    case, by its model. emulated: not valid on a GPU. tests/gpu/test_gpu.py runs the other rows, if
+    they have no variables.
     """
 
     name: str
@@ -77,9 +78,10 @@ class Row:
     implementations: bool = True
     cold: bool = False
     variables: dict[str, str] = field(default_factory=dict)
-    ran: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
     types: tuple[str, ...] | None = None
     peak_kib: dict[str, float] = field(default_factory=dict)
+    emulated: bool = False
 
 
 SHORT = "--iters 6 --warmup-iters 1"
@@ -111,11 +113,11 @@ PEAKS = {"tests.own_models:gpt": 160.0, "tests.own_models:noisy": 50.0}
 # What NCCL ran in all timed cases: 6 rounds of 2 steps and 1 of warm-up are 13 of a step or a part.
 # One operation connects a group. A model that communicates does so in another group than DDP.
 # 4 to settle, step, alone, check. The host waits for the first one, which connects in the trial
-OF_DDP = ("2 ran 32 AllReduce f32, 474180 bytes, 31 awaited",)
-OF_RPC = ("2 ran 131 AllReduce f32",)  # 13 epochs of 10 batches
-OF_PS = ("2 ran 69 AllReduce f32",)  # in 4 of 6 cases; 4 checked steps and 13 others
+OF_DDP = ("rank 0 of 2 ran 32 AllReduce f32, 474180 bytes, 31 awaited",)
+OF_RPC = ("rank 0 of 2 ran 131 AllReduce f32",)  # 13 epochs of 10 batches
+OF_PS = ("rank 0 of 2 ran 69 AllReduce f32",)  # in 4 of 6 cases; 4 checked steps and 13 others
 # 3 checked steps and 3 parts are 42 steps. 12 units; the root's parameters stay gathered
-OF_FSDP = ("2 ran 966 AllGather f32", "2 ran 504 ReduceScatter f32")
+OF_FSDP = ("rank 0 of 2 ran 966 AllGather f32", "rank 0 of 2 ran 504 ReduceScatter f32")
 MAPS = ("maps device memory",)  # of another process: tensors are sent from GPU to GPU
 LATE = {"CUDALAB_LATE": "1"}  # kernels, copies and events are as late as the host allows
 HAS_PEAKS = {"CUDALAB_NAME": "NVIDIA H100 80GB HBM3"}  # in PEAKS of parallel_sweep.py: prints mfu
@@ -134,8 +136,8 @@ def smi(name: str, answers: str, says: tuple[str, ...] = (), **expected: Any) ->
 
 
 def fault(name: str, ranks: int, command: str, **expected: Any) -> Row:
-    expected = {"failed": "injected", "status": 1} | expected
-    return Row(f"fault {name}", ranks, command, **expected)
+    result: dict[str, Any] = {"failed": "injected", "status": 1}
+    return Row(f"fault {name}", ranks, command, **result | expected)
 
 
 def refused(name: str, ranks: int, command: str, says: str, **variables: str) -> Row:
@@ -144,7 +146,7 @@ def refused(name: str, ranks: int, command: str, says: str, **variables: str) ->
 
 ROWS = [
     # each script with the defaults for CUDA, compared with values on the CPU
-    Row("ddp_sweep", 2, DDP, on_cpu=CPU, contexts=2, ran=OF_DDP, types=(), ci=True),
+    Row("ddp_sweep", 2, DDP, on_cpu=CPU, contexts=2, log=OF_DDP, types=(), ci=True),
     Row("parallel_sweep", 2, f"{PAR} --mesh dp2,tp2", on_cpu=CPU, ci=True, variables=HAS_PEAKS),
     Row("collectives", 2, f"{ALL} -d float32,bfloat16,int8 -o sum,avg,max",
         on_cpu=f"{CPU} -o sum,max", ci=True),
@@ -152,7 +154,8 @@ ROWS = [
     # not compared with the CPU: its metrics are times
     Row("node_check", 2, NODE, lacks="left out", ci=True),
     # two nodes with a GPU each: the links between them
-    Row("node_check 2 nodes", 1, f"{ONE_GPU} {NODE}", lacks="left out", nodes=2, cold=True),
+    Row("node_check 2 nodes", 1, f"{ONE_GPU} {NODE}", lacks="left out", nodes=2, cold=True,
+        emulated=True),
     Row("checkpoint_sweep", 2, f"{CKPT} --modes all --strategy fsdp2,ddp", on_cpu=CPU, contexts=2),
     Row("input_sweep", 2, INPUT, on_cpu=CPU),
     Row("compile_sweep", 2, f"{COMPILE} --strategies ddp --backends eager,aot_eager", on_cpu=CPU,
@@ -165,21 +168,21 @@ ROWS = [
     Row("parameter_server", 3, f"{PS} --ncudatrainer 1 --nserver 1", ci=True,
         on_cpu="--ncudatrainer 0 --ntrainer 1 --routes hybrid,rpc,sparse_rpc"),
     # a missing wait, on the host or between streams, gives wrong values or unfinished events
-    late("ddp_sweep", 2, DDP, ran=OF_DDP, types=(), ci=True),
-    late("compile_sweep", 2, f"{COMPILE} --strategies ddp,fsdp2 --backends aot_eager", ran=OF_FSDP,
+    late("ddp_sweep", 2, DDP, log=OF_DDP, types=(), ci=True),
+    late("compile_sweep", 2, f"{COMPILE} --strategies ddp,fsdp2 --backends aot_eager", log=OF_FSDP,
          types=()),
     # torch's DistributedOptimizer orders its streams neither before nor after those of the training
-    late("ddp_rpc", 4, f"{DDP_RPC} --autograd manual", ran=OF_RPC, says=MAPS, types=()),
+    late("ddp_rpc", 4, f"{DDP_RPC} --autograd manual", log=(*OF_RPC, *MAPS), types=()),
     # with two trainers, the second gradient and the average would be on one stream
     late("parameter_server", 5, f"{PS} --ncudatrainer 3 --ncudaserver 1 --routes allreduce,rpc",
-         says=MAPS, types=()),
+         log=MAPS, types=()),
     late("rpc_latency", 2, f"{RPC} --sizes 4 --ops rpc_sync,async_execution", **ONCE),
     late("batch_update_ps", 3, UPDATE),
     # memory of a case does not outlive it, also if it fails
     Row("memory of cases", 2, f"{GPT} --models tests.own_models:gpt,tests.own_models:noisy "
-        "--bucket-size 25,26,27,28", peak_kib=PEAKS, **ONCE),
+        "--bucket-size 25,26,27,28", peak_kib=PEAKS, emulated=True, **ONCE),
     Row("memory of a failed case", 2, f"{INJECT} step-raises {GPT} --bucket-size 25,26", status=1,
-        failed="injected", peak_kib=PEAKS, **ONCE),
+        failed="injected", peak_kib=PEAKS, emulated=True, **ONCE),
     # flags for CUDA, and other combinations of device and backend
     Row("ddp dtypes", 2, f"{DDP} --dtype fp32,tf32,bf16 --comm-hook none,fp16,bf16"),
     Row("ddp torchvision", 2, f"{B}/ddp_sweep.py --model mobilenet_v3_small --image-size 32 "
@@ -187,14 +190,14 @@ ROWS = [
     Row("ddp bf16", 2, f"{GPT} --dtype bf16", types=("BFloat16",), **ONCE),
     Row("ddp hook bf16", 2, f"{GPT} --comm-hook bf16", types=("BFloat16",), **ONCE),
     Row("ddp bf16 model", 2, f"{OWN}:in_bf16 --world-sizes 2",
-        ran=("2 ran 31 AllReduce bf16, 1240 bytes, 31 awaited",), **ONCE),
+        log=("rank 0 of 2 ran 31 AllReduce bf16, 1240 bytes, 31 awaited",), **ONCE),
     # the groups of at most 4 numbers of ranks stay open
     Row("ddp 5 ranks", 5, f"{OWN}:noisy --world-sizes 1,2,3,4,5 --no-breakdown", communicators=4,
         **ONCE),
     Row("ddp unused", 3, f"{OWN}:idle --find-unused-parameters", types=(), **ONCE),
     Row("ddp communicates", 2, f"{B}/ddp_sweep.py {SHORT} --models {TOGETHER}", on_cpu=CPU,
         says=("towers: its step communicates", "experts: its step communicates"),
-        ran=("2 ran 31 AllGather f32",), types=(), **ONCE),
+        log=("rank 0 of 2 ran 31 AllGather f32",), types=(), **ONCE),
     # as many contexts as with RPC
     Row("ddp gloo", 2, f"{DDP} --backend gloo", contexts=3, lacks=" ran "),
     Row("ddp nccl2", 2, f"{DDP} --backend nccl2"),
@@ -216,15 +219,17 @@ ROWS = [
     Row("mesh nccl-lazy", 2, f"{PAR} --mesh dp2,pp2:1f1b --backend nccl-lazy", cold=True),
     Row("collectives -G", 2, f"{ALL} -G 3", ci=True),
     # gloo waits on the host, which is not allowed in a capture
-    Row("collectives -G gloo", 2, f"{ONE} -G 3 --backend gloo -e 64", status=1, failed="capture"),
+    Row("collectives -G gloo", 2, f"{ONE} -G 3 --backend gloo -e 64", status=1, failed="capture",
+        emulated=True),
     Row("collectives warm, -I", 2, f"{ALL} --cache-warm -I 1"),
     Row("collectives gloo", 2, f"{ALL} -d float32,bfloat16 --backend gloo"),
     Row("collectives nccl2", 2, f"{ALL} --backend nccl2 -G 2"),
     Row("collectives nccl-legacy", 2, f"{ONE} --backend nccl-legacy"),
     Row("collectives two backends", 2, f"{ONE} --backend cpu:gloo,cuda:nccl"),
-    Row("network", 2, f"{ONE} --expect-network socket", (r"# network: Socket \(lo\)",)),
+    Row("network", 2, f"{ONE} --expect-network socket", (r"# network: Socket \(lo\)",),
+        emulated=True),
     Row("network other", 2, f"{ONE} --expect-network IB", (r"got Socket \(lo\) on rank 0",),
-        status=1),
+        status=1, emulated=True),
     Row("collectives beside", 2, f"{ONE} --beside all_to_all"),
     Row("collectives groups", 4, f"{ONE} --collective all_reduce,all_to_all --groups 0,1/2-3"),
     Row("p2p 4", 4, P2P),
@@ -239,7 +244,7 @@ ROWS = [
         "--dynamo-no-optimize-ddp"),
     # kernels of Triton do nothing in cudalab: the check of the losses has to fail
     Row("compile inductor", 2, f"{COMPILE} --strategies ddp --backends eager,inductor", status=1,
-        failed="loss"),
+        failed="loss", emulated=True),
     Row("input_sweep warm", 1, f"{INPUT} --cache warm", ci=True),
     Row("checkpoint dcp", 2, f"{CKPT} --modes dcp.save", ci=True),
     Row("rpc to a CPU", 2, f"{RPC} --server-device cpu", **ONCE),
@@ -247,11 +252,11 @@ ROWS = [
     Row("ddp_rpc sparse", 4, f"{DDP_RPC} --sparse"),
     Row("batch_update to a CPU", 3, f"{UPDATE} --server-device cpu"),
     # tensors between GPUs of trainers and servers
-    Row("ps wire cuda", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1", MAPS, ran=OF_PS, types=(),
-        ci=True),
+    Row("ps wire cuda", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1", log=(*OF_PS, *MAPS),
+        types=(), ci=True),
     Row("ps wire cpu", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1 --wire cpu", lacks=MAPS[0]),
     Row("ps several servers", 7, f"{PS} --ncudatrainer 4 --ncudaserver 2 --routes rpc "
-        "--placement buckets,grouped", MAPS, types=(), variables={"CUDALAB_MEMORY_GIB": "6"},
+        "--placement buckets,grouped", log=MAPS, types=(), variables={"CUDALAB_MEMORY_GIB": "6"},
         **ONCE),
     Row("ps gloo", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1 --backend gloo"),
     Row("ps servers on CUDA", 3, f"{PS} --ntrainer 1 --ncudaserver 1", **ONCE),
@@ -265,7 +270,7 @@ ROWS = [
         ("limited by its power",)),
     smi("hot", "temperature.gpu=90;clocks_event_reasons.active=0x0000000000000020"),
     smi("without counters", UNKNOWN, ("no throttle counters",)),
-    Row("gpus missing", 2, f"{NODE} --gpus 9", ("8 of 9 GPUs",), status=1),
+    Row("gpus missing", 2, f"{NODE} --gpus 9", ("8 of 9 GPUs",), status=1, emulated=True),
     # faults: the case is a row with its reason, and the next case is measured
     fault("step", 2, f"{INJECT} step-raises {GPT} {TWELVE} --comm-hook none,fp16", ci=True),
     fault("step nccl2", 2, f"{INJECT} step-raises {GPT} {TWELVE} --comm-hook none,fp16 "
@@ -305,9 +310,10 @@ ROWS = [
     refused("pp over gloo", 2, f"{PAR} --mesh pp2:1f1b --backend gloo",
             "gloo sends no CUDA tensors between stages"),
     # ranks that see one GPU each, as with Slurm's --gpus-per-task
-    Row("own GPU", 2, f"tests/own_gpu.py {ALL}", cold=True),
-    Row("own GPU rpc", 2, f"tests/own_gpu.py {RPC}", contexts=2, cold=True, **ONCE),
-    Row("one GPU", 2, f"{ONE_GPU} {P2P}", cold=True),
+    Row("own GPU", 2, f"tests/own_gpu.py {ALL}", cold=True, emulated=True),
+    Row("own GPU rpc", 2, f"tests/own_gpu.py {RPC}", contexts=2, cold=True, emulated=True,
+        **ONCE),
+    Row("one GPU", 2, f"{ONE_GPU} {P2P}", cold=True, emulated=True),
 ]  # fmt: skip
 
 
@@ -344,17 +350,18 @@ def words_of(command: str, folder: Path, root: Path = ROOT) -> list[str]:
     return [str(root / word) if word.startswith(files) else word for word in words]
 
 
-def judge(row: Row, run: Run) -> None:
+def judge(row: Row, run: Run, emulated: bool = True) -> None:
     """Fail the test unless the run has the result of its row."""
     said = run.out + run.err
     assert run.status == row.status, said
-    assert "NCCL mismatch" not in said, said
-    assert ("this kernel does nothing" in said) == ("inductor" in row.command), said
-    types = set(re.findall(r"first operator on (\w+):", said))
-    assert row.types is None or types == set(row.types), f"operators on {sorted(types)}\n{said}"
-    for pattern in (*row.says, *(f"rank 0 of {ran}" for ran in row.ran)):
+    for pattern in (*row.says, *(row.log if emulated else ())):
         assert re.search(pattern, said), f"no {pattern!r} in\n{said}"
     assert not row.lacks or not re.search(row.lacks, said), said
+    if emulated:
+        assert "NCCL mismatch" not in said, said
+        assert ("this kernel does nothing" in said) == ("inductor" in row.command), said
+        types = set(re.findall(r"first operator on (\w+):", said))
+        assert row.types is None or types == set(row.types), f"operators on {sorted(types)}\n{said}"
     cases = run.report.cases if run.path.exists() else []
     checks, passed = [case.check for case in cases], [case for case in cases if not case.failed]
     shares = [case.metrics.get("launch_share", {}) for case in cases]
@@ -436,6 +443,10 @@ def compare_values(cuda: Path, cpu: Path, tolerance: float) -> None:
             assert any(other == name and near == got for other, got in rest), (path.name, name)
 
 
+def lacks_backend(row: Row) -> bool:
+    return bool(re.search("nccl(2|-)", row.command)) and not HAS_NCCL2
+
+
 def variants() -> list[Any]:
     """A parameter for each row and each implementation of `nccl` to use."""
     parameters = []
@@ -444,7 +455,7 @@ def variants() -> list[Any]:
         for nccl2 in NCCL2 if row.implementations and not has_backend else NCCL2[:1]:
             # the second implementation runs only in `make cudalab`
             marks = [pytest.mark.ci] if row.ci and nccl2 == NCCL2[0] else []
-            if re.search("nccl(2|-)", row.command) and not HAS_NCCL2:
+            if lacks_backend(row):
                 marks.append(pytest.mark.skip(reason="this torch has one nccl alone"))
             name = f"{row.name}, legacy" if nccl2 != NCCL2[0] else row.name
             parameters.append(pytest.param(row, nccl2, id=name, marks=marks))
@@ -508,7 +519,7 @@ def check_row(
         judge(row, run)
         cuda = run.report.cases
         other = bench(*to_cpu, script, *flags, *row.on_cpu.split(), **options)
-        judge(replace(row, ran=(), types=()), other)
+        judge(replace(row, log=(), types=()), other)
         compare(cuda, other.report.cases)
         compare_values(folder / "cuda", folder / "cpu", 0.15 if row.types else 1e-3)
     contexts = re.findall(r"pid (\d+) has a context on device (\d+)", run.err)
@@ -538,17 +549,24 @@ def open_communicators(said: str) -> dict[str, int]:
 def test_example(name: str, nccl2: str, bench: Bench, lab: dict[str, str], tmp_path: Path) -> None:
     smaller = [str(ROOT / SMALLER)] if name in SIZES else []
     flags = ["aot_eager"] if name == "compiled_ddp.py" else []  # kernels of Triton do nothing
-    if name == "record_collectives.py":
-        flags = [str(tmp_path / "trace")]
-    words = [*smaller, str(ROOT / "examples" / name), *flags]
-    ranks = 3 if "server" in (ROOT / "examples" / name).read_text() else 2
     options = lab | {"TORCH_DIST_USE_NCCL2": nccl2}
     options["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "false"  # pp_bubble.py's
-    run = bench(*words, ranks=ranks, json=False, timeout=LIMIT_S, **options)
+    check_example(name, flags, smaller, bench, tmp_path, **options)
+
+
+def check_example(
+    name: str, flags: list[str], before: list[str], bench: Bench, folder: Path, **options: str
+) -> None:
+    """Run an example, and replay what record_collectives.py records. before: words before it."""
+    trace, path = str(folder / "trace"), ROOT / "examples" / name
+    more: dict[str, Any] = options | {"ranks": 3 if "server" in path.read_text() else 2}
+    records = name == "record_collectives.py"
+    words = [*before, str(path), *flags, *([trace] if records else [])]
+    run = bench(*words, json=False, timeout=LIMIT_S, **more)
     assert "95% interval" in run.out
-    if name == "record_collectives.py":
-        flags = [str(tmp_path / "trace"), *SHORT.split()]
-        run = bench(f"{B}/replay.py", *flags, ranks=ranks, timeout=LIMIT_S, **options)
+    if records:
+        words = [*before, str(ROOT / B / "replay.py"), trace, *SHORT.split()]
+        run = bench(*words, timeout=LIMIT_S, **more)
         assert "# not replayed: 0 of " in run.out
         assert {case.check for case in run.report.cases} == {"passed"}
 
