@@ -75,7 +75,6 @@ while os.getppid() == parent:
 def neighbours(condition: str) -> list[tuple[float, float]]:
     """For each process that runs next to the programs: seconds of a busy loop, seconds of sleep."""
     name, _, number = condition.partition(":")
-    cores = len(os.sched_getaffinity(0))
     if name == "idle":
         return []
     if name == "busy":
@@ -83,10 +82,9 @@ def neighbours(condition: str) -> list[tuple[float, float]]:
     if name == "period":
         return [(float(number) / 2, float(number) / 2)]
     if name == "steady":
-        share = float(number) / 100 * cores  # of one core
+        share = float(number) / 100 * len(os.sched_getaffinity(0))  # of one core
         count = max(1, round(share + 0.499))
-        on = 0.02 * share / count
-        return [(on, 0.02 - on)] * count
+        return [(0.02 * share / count, 0.02 * (1 - share / count))] * count
     raise SystemExit(f"expected idle, busy, period:S or steady:P, got {condition!r}")
 
 
@@ -121,32 +119,25 @@ def compared(folder: Path, work: int, change: float) -> dict[str, Any]:
     """The verdicts of one comparison. Of each run: the time of a step in ms, and the load, which is
     the share of all cores that other processes used. `load` is its mean over runs."""
     (folder / "program.py").write_text(PROGRAM)
-    program = shlex.join([sys.executable, str(folder / "program.py")])
-    out = folder / "out"
-    command = [sys.executable, str(ROOT / "analysis" / "ab.py"), "--runs", "6"]
-    command += ["--out", str(out), "--a", f"{program} {work}"]
-    command += ["--b", f"{program} {round(work * (1 + change / 100))}"]
-    ab = subprocess.run(command, capture_output=True, text=True, check=False)
-    first = {
-        side: [str(out / side / f"{number:02}.jsonl") for number in range(1, 7)] for side in "ab"
-    }
-    command = [sys.executable, str(ROOT / "analysis" / "compare.py"), *first["a"]]
-    apart = subprocess.run(
-        [*command, "--test", *first["b"]], capture_output=True, text=True, check=False
-    )
-    verdicts = {"ab": verdict_in(ab.stdout), "compare": verdict_in(apart.stdout)}
-    for name, run in (("ab", ab), ("compare", apart)):
-        if not verdicts[name]:
+    program, out = shlex.join([sys.executable, str(folder / "program.py")]), folder / "out"
+    first = {side: [str(out / side / f"{n:02}.jsonl") for n in range(1, 7)] for side in "ab"}
+    flags = {"ab": ["--runs", "6", "--out", str(out), "--a", f"{program} {work}"]}
+    flags["ab"] += ["--b", f"{program} {round(work * (1 + change / 100))}"]
+    flags["compare"] = [*first["a"], "--test", *first["b"]]
+    result: dict[str, Any] = {}
+    for name in flags:
+        command = [sys.executable, str(ROOT / "analysis" / f"{name}.py"), *flags[name]]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        result[name] = verdict_in(run.stdout)
+        if not result[name]:
             raise SystemExit(f"{name}.py printed no verdict:\n{run.stdout}{run.stderr}")
-    result: dict[str, Any] = dict(verdicts)
     for side in "ab":  # of each run: the time of its median step, and the load
-        reports = sorted(out.glob(f"{side}/*.jsonl"))
-        steps = [
-            json.loads(path.read_text().splitlines()[1])["samples_s"]["step"] for path in reports
-        ]
-        result[f"{side}_ms"] = [round(1e3 * statistics.median(times), 2) for (times,) in steps]
-        loads = [json.loads(path.with_suffix(".load").read_text())["others"][0] for path in reports]
-        result[f"{side}_load"] = [round(busy / cores, 3) for busy, cores in loads]
+        result[f"{side}_ms"], result[f"{side}_load"] = [], []
+        for path in sorted(out.glob(f"{side}/*.jsonl")):
+            (times,) = json.loads(path.read_text().splitlines()[1])["samples_s"]["step"]
+            result[f"{side}_ms"].append(round(1e3 * statistics.median(times), 2))
+            busy, cores = json.loads(path.with_suffix(".load").read_text())["others"][0]
+            result[f"{side}_load"].append(round(busy / cores, 3))
     every_load = result["a_load"] + result["b_load"]
     return result | {"load": round(statistics.fmean(every_load), 4)}
 

@@ -49,9 +49,6 @@ class Range:
             return Range(float("-inf"), float("inf"))
         return self * Range(1 / other.high, 1 / other.low)
 
-    def __rtruediv__(self, other: float) -> "Range":
-        return of(other) / self
-
     def meets(self, other: "Range") -> bool:
         near = 1e-9 * max(abs(self.low), abs(self.high), 1e-12)
         return self.low <= other.high + near and other.low <= self.high + near
@@ -335,51 +332,32 @@ CHECKS: dict[str, dict[str, Check]] = {
     "traffic": {},
 }
 # Other columns: names, settings, counts, and values that are measured or estimated independently.
-INTERVAL = re.compile(r"(\b|^)(95% ci|ci of \w+|\+-%)")
+# Those of all scripts, with statistics of a time and with intervals; then those of one script.
+COMMON = re.compile(
+    r"\b(95% ci|ci of \w+|gmean|mean|p\d\d (sec/|\(?[mu]?s\b)|slowest rank|memory)|\+-%"
+)
 MEASURED = {
-    "batch_update_ps": """
-        payload; step p50 (ms); latency p50 (ms); latency p95 (ms); latency p99 (ms); gradients/s;
-        gradients /update""",
-    "checkpoint_sweep": """
-        mode; blocked gmean (s); saving gmean (s); alone gmean (s); upload gmean (s);
-        first extra (s); load by; read (s); distribute (s); apply (s); from""",
-    "collectives": """
-        size; both gmean (us); alone gmean (us); other alone gmean (us); other size; #wrong""",
-    "compile_sweep": """
-        fwd+bwd mean (s); fwd+bwd gmean (s); eager gmean (s); step gmean (s); step mean (s);
-        step p50 (s); step p75 (s); step p90 (s); step p95 (s); compiling (s); gain of a step (ms);
-        first step (s); graph breaks; recom- piles; graphs; start of backend (s); FSDP layers;
-        memory (GiB); tokens/s""",
-    "ddp_rpc": """
-        p50 sec/epoch; p75 sec/epoch; p90 sec/epoch; p95 sec/epoch; samples /epoch; ms per batch;
-        lookup; forward; backward; step""",
-    "ddp_sweep": """
-        one rank gmean (ms); step gmean (ms); local compute gmean (ms); commun. alone gmean (ms);
-        late (ms); slowest rank; memory (GiB); tokens/s; p50 sec/iter; p75 sec/iter; p90 sec/iter;
-        p95 sec/iter""",
-    "input_sweep": """
-        step gmean (ms); resident gmean (ms); loader gmean (ms); slowest rank""",
-    "node_check": """
-        rank; host; matmul bf16 TFLOP/s; matmul fp32 TFLOP/s; copy GB/s; to device GB/s;
-        to host GB/s; launch 1000/s; all reduce inside GB/s; all reduce between GB/s; bits""",
+    "batch_update_ps": "payload; gradients/s; gradients /update",
+    "checkpoint_sweep": "mode; first extra (s); load by; read (s); distribute (s); apply (s); from",
+    "collectives": "size; other size; #wrong",
+    "compile_sweep": "compiling (s); gain of a step (ms); first step (s); graph breaks; "
+    "recom- piles; graphs; start of backend (s); FSDP layers; tokens/s",
+    "ddp_rpc": "samples /epoch; ms per batch; lookup; forward; backward; step",
+    "ddp_sweep": "late (ms); tokens/s",
+    "input_sweep": "",
+    "node_check": "rank; host; matmul bf16 TFLOP/s; matmul fp32 TFLOP/s; copy GB/s; "
+    "to device GB/s; to host GB/s; launch 1000/s; all reduce inside GB/s; "
+    "all reduce between GB/s; bits",
     "p2p_matrix": "",
-    "parallel_sweep": """
-        mesh; step gmean (ms); compute gmean (ms); busy gmean (ms); theory (%); mfu (%);
-        slowest rank; others wait (ms); memory max (GiB); min (GiB);
-        without dp, gmean (ms); without ddp, gmean (ms); without tp, gmean (ms);
-        without pp, gmean (ms); without cp, gmean (ms); without ep, gmean (ms)""",
-    "parameter_server": """
-        step gmean (ms); hook (ms); p50 sec/step; p75 sec/step; p90 sec/step; p95 sec/step;
-        trainers; servers; phase; mean ms; stdev ms; min ms; max ms; p50 ms; p75 ms; p90 ms; p95 ms;
-        count""",
-    "replay": """
-        op; group; bytes; replayed (ms); alone (ms); calls; busbw factor; job (ms); waits (ms)""",
-    "rpc_latency": "p50 (us); p95 (us); p99 (us); calls/s; one way p50 (us); one way calls/s",
-    "traffic": """
-        mesh; rank; all axes (ms); across nodes; parameters (bytes); gradients (bytes);
-        optimizer (bytes); TFLOP""",
+    "parallel_sweep": "mesh; theory (%); mfu (%); others wait (ms); min (GiB)",
+    "parameter_server": "hook (ms); trainers; servers; phase; stdev ms; min ms; max ms; count",
+    "replay": "op; group; bytes; replayed (ms); alone (ms); calls; busbw factor; job (ms); "
+    "waits (ms)",
+    "rpc_latency": "calls/s; one way calls/s",
+    "traffic": "mesh; rank; all axes (ms); across nodes; parameters (bytes); gradients (bytes); "
+    "optimizer (bytes); TFLOP",
 }
-OF_AXES = re.compile(rf"^\w+ (calls|\(bytes\)|\(ms\))$|{INTERVAL.pattern}")  # of traffic.py
+OF_AXES = re.compile(rf"^\w+ (calls|\(bytes\)|\(ms\))$|{COMMON.pattern}")  # of traffic.py
 
 
 def problems(script: str, out: str) -> list[str]:
@@ -390,7 +368,7 @@ def problems(script: str, out: str) -> list[str]:
     if script not in CHECKS or script not in MEASURED:
         return [f"expected an entry for {script} in CHECKS and in MEASURED of tests/quotients.py"]
     out = out.replace("\r\n", "\n")  # from a terminal
-    others = OF_AXES if script == "traffic" else INTERVAL
+    others = OF_AXES if script == "traffic" else COMMON
     known = {"", *(" ".join(head.split()) for head in MEASURED[script].split(";"))}
     found: list[str] = []
     ratios: set[str] = set()  # as printed in tables

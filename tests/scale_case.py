@@ -11,10 +11,9 @@ import pickle
 import resource
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -29,8 +28,7 @@ from harness.report import Case, Report
 SPLIT = "local compute"
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Time and bytes that rank 0 needs for one case."""
 
     unpickle_s: float
@@ -76,13 +74,9 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         kept = perf_counter()
         assert reason is None, reason
         assert case.metrics["late_ranks"] == [3]
-        return Cost(
-            unpickled - start,
-            kept - unpickled,
-            sum(map(len, sent)),
-            path.stat().st_size,
-            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        )
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sizes = (sum(map(len, sent)), path.stat().st_size, peak)
+        return Cost(unpickled - start, kept - unpickled, *sizes)
 
 
 if __name__ == "__main__":

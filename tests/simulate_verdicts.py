@@ -41,6 +41,17 @@ Logs = NDArray[np.float64]
 Rng = np.random.Generator
 
 
+def show(*cells: float | str) -> None:
+    """Print a row of a table in which numbers are shares."""
+    texts = [cell if isinstance(cell, str) else f"{cell:.1%}" for cell in cells]
+    print(f"| {' | '.join(texts)} |", flush=True)
+
+
+def show_head(*heads: str) -> None:
+    show(*heads)
+    show(*["---"] * len(heads))
+
+
 def level(rng: Rng, runs: int) -> Logs:
     """The logarithms of a drifting level."""
     x = rng.normal(size=runs)
@@ -169,23 +180,16 @@ def fails(comparison: Comparison) -> bool:
 
 def show_nights(count: int = 1000) -> None:
     """Print the numbers of docs/evidence.md."""
-    print("| runs tonight | cases | gates that fail: no change | one case 5% | 10% | 20% slower |")
-    print("|---|---|---|---|---|---|")
-    for runs, cases, own in product((1, 2, 3), (1, 25), (True, False)):
-        if own or cases > 1:
-            rng = np.random.default_rng(0)
-            shares = [
-                np.mean(
-                    [
-                        fails(against_nights(rng, runs, cases, change, False, own))
-                        for _ in range(count if change == 0 else count // 4)
-                    ]
-                )
-                for change in (0, 0.05, 0.1, 0.2)
-            ]
-            level = "" if own else ", which share the level of the night"
-            cells = " | ".join(f"{share:.1%}" for share in shares)
-            print(f"| {runs} | {cases}{level} | {cells} |", flush=True)
+    head = "gates that fail: no change"
+    show_head("runs tonight", "cases", head, "one case 5%", "10%", "20% slower")
+    for runs, (cases, own) in product((1, 2, 3), ((1, True), (25, True), (25, False))):
+        rng = np.random.default_rng(0)
+        shares = []
+        for change in (0, 0.05, 0.1, 0.2):
+            times = count if change == 0 else count // 4
+            given = (rng, runs, cases, change, False, own)
+            shares.append(sum(fails(against_nights(*given)) for _ in range(times)) / times)
+        show(str(runs), f"{cases}{'' if own else ', which share the level of the night'}", *shares)
 
 
 # -- disturbances that no load shows ---------------------------------------------------------------
@@ -194,16 +198,8 @@ SLOWER = 0.05  # by how much disturbed runs are slower
 # Name -> slow runs, and after how many runs they come again; None for a burst at a random place
 DISTURBANCES: dict[str, tuple[int, int | None]] = {
     "none": (0, 2),
-    "every 2nd run": (1, 2),
-    "every 3rd run": (1, 3),
-    "every 4th run": (1, 4),
-    "2 of 4 runs": (2, 4),
-    "every 5th run": (1, 5),
-    "2 of 5 runs": (2, 5),
-    "every 6th run": (1, 6),
-    "3 of 6 runs": (3, 6),
-    "every 7th run": (1, 7),
-    "3 of 7 runs": (3, 7),
+    **{f"every {n}{'nd' if n == 2 else 'rd' if n == 3 else 'th'} run": (1, n) for n in range(2, 8)},
+    **{f"{slow} of {n} runs": (slow, n) for slow, n in ((2, 4), (2, 5), (3, 6), (3, 7))},
     **{f"a burst of {n} runs": (n, None) for n in (1, 2, 4, 6)},
 }
 
@@ -224,16 +220,14 @@ def pairs_under(
 
 def show_under_disturbances(count: int = 1000) -> None:
     """Print the table of disturbances in docs/evidence.md."""
-    print("| slow runs | 6 pairs: wrong | finds 5% | 20% | 12 pairs: wrong | finds 5% | 20% |")
-    print("|---|---|---|---|---|---|---|")
+    show_head("slow runs", *("6 pairs: wrong", "finds 5%", "20%"), "12 pairs: wrong", "5%", "20%")
     for name in DISTURBANCES:
-        cells = []
-        for pairs in (6, 12):
-            for change in (0, 0.05, 0.2):
-                rng = np.random.default_rng(0)
-                called = [is_called(pairs_under(rng, name, change, pairs)) for _ in range(count)]
-                cells.append(f"{np.mean(called):.1%}")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        found = []
+        for pairs, change in product((6, 12), (0, 0.05, 0.2)):
+            rng = np.random.default_rng(0)
+            called = [is_called(pairs_under(rng, name, change, pairs)) for _ in range(count)]
+            found.append(sum(called) / count)
+        show(name, *found)
 
 
 # -- under load ------------------------------------------------------------------------------------
@@ -317,31 +311,26 @@ def under_load(
     rng = np.random.default_rng(0)
     verdicts = [how(rng, condition, change, scatter).cases[0].verdict for _ in range(count)]
     wrong = ("slower", "faster") if change == 0 else ("faster", "same")
-    shares = [
-        verdicts.count("undecided") + verdicts.count("not compared"),
-        verdicts.count("slower"),
-    ]
-    return sum(map(verdicts.count, wrong)) / count, shares[0] / count, shares[1] / count
+    kinds = (wrong, ("undecided", "not compared"), ("slower",))
+    of_wrong, none, slower = (sum(map(verdicts.count, kind)) / count for kind in kinds)
+    return of_wrong, none, slower
 
 
 def show_under_load(scatter: float, count: int = 1000) -> None:
     """Print the numbers of docs/evidence.md."""
-    print(
-        "| condition | ab.py: wrong | at most | no verdict | finds 3% | 10% | 30% "
-        "| compare.py: wrong | no verdict | finds 30% |"
+    finds = ("finds 3%", "10%", "30%")
+    show_head(
+        *("condition", "ab.py: wrong", "at most", "no verdict", *finds),
+        *("compare.py: wrong", "no verdict", "finds 30%"),
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    few = count // 3
     for condition in LOADS:
         wrong, none, _ = under_load(by_ab, condition, 0, count, scatter)
         most = stats.beta.ppf(0.95, round(wrong * count) + 1, count - round(wrong * count))
-        found = [
-            under_load(by_ab, condition, change, count // 3, scatter)[2]
-            for change in (0.03, 0.1, 0.3)
-        ]
-        stored = under_load(by_compare, condition, 0, count, scatter)
-        late = under_load(by_compare, condition, 0.3, count // 3, scatter)[2]
-        cells = [wrong, most, none, *found, stored[0], stored[1], late]
-        print(f"| {condition} | {' | '.join(f'{cell:.1%}' for cell in cells)} |", flush=True)
+        found = [under_load(by_ab, condition, x, few, scatter)[2] for x in (0.03, 0.1, 0.3)]
+        stored = under_load(by_compare, condition, 0, count, scatter)[:2]
+        late = under_load(by_compare, condition, 0.3, few, scatter)[2]
+        show(condition, wrong, most, none, *found, *stored, late)
 
 
 def share(name: str, count: int) -> float:
@@ -351,11 +340,13 @@ def share(name: str, count: int) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["load"]:
-        show_under_load(float(sys.argv[2]) / 100 if sys.argv[2:] else SCATTER)
-    if sys.argv[1:2] == ["nights"]:
+    what, *given = sys.argv[1:] or ["cases"]
+    if what == "load":
+        show_under_load(float(given[0]) / 100 if given else SCATTER)
+    elif what == "nights":
         show_nights()
-    if sys.argv[1:2] == ["periods"]:
+    elif what == "periods":
         show_under_disturbances()
-    for name in CASES if not sys.argv[1:] else ():
-        print(f"| {name} | {share(name, 1000):.1%} |", flush=True)
+    else:
+        for name in CASES:
+            show(name, share(name, 1000))

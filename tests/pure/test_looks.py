@@ -190,8 +190,7 @@ def test_two_kinds_of_steps(times: list[float], least: float, expected: float | 
 
 
 def test_reports_of_a_training_loop_have_the_same_looks(tmp_path: Path) -> None:
-    """As docs/ci/train.py writes them, with two cases: in one of them, every fourth step of TEST
-    takes 0.3 s, so that the mean is 1.5 times the median."""
+    """As docs/ci/train.py writes them. In one case of TEST every fourth step takes 0.3 s."""
     for number, side in itertools.product(range(3), ("old", "new")):
         steady, stalls = ([t / 1000 for t in near(100, 2 * number + k, 0.1)] for k in (0, 50))
         if side == "new":
@@ -264,8 +263,7 @@ def test_restarts_of_the_step_counter(columns: list[tuple[int, ...]], expected: 
 )
 @pytest.mark.parametrize("skip", ["0", "20"])
 def test_skip_applies_after_every_restart(tmp_path: Path, form: str, skip: str) -> None:
-    """A job that was requeued appends to its log; each attempt begins with 20 slow steps. The
-    steady step is 500 ms on both sides."""
+    """A requeued job appends to its log. Each attempt has 20 slow steps, and then 500 ms."""
     for number in range(2):
         draw = random.Random(number)
         slow = [[3000 + 1000 * draw.random() for _ in range(20)] for _ in range(5)]
@@ -392,8 +390,7 @@ def test_separate_runs_are_not_ranks(tmp_path: Path, more: Any, said: str) -> No
 
 
 def test_the_levels_of_steps_after_restarts(tmp_path: Path) -> None:
-    """Four attempts in each log, of 20 steps of 3.5 s and 10 of 0.5 s; the counter goes on. The
-    first 20 are left out."""
+    """Four attempts a log: 20 steps of 3.5 s, which are left out, and 10 of 0.5 s."""
 
     def make(is_test: bool, n: int) -> list[float]:
         return (near(3500 if is_test else 500, n, 1, 20) + near(500, n + 9, 1, 10)) * 4

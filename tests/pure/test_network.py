@@ -46,8 +46,7 @@ ROCE = "NET/IB : Using [0]mlx5_4:1/RoCE [1]mlx5_5:1/RoCE [2]rocep1:1/RoCE " + OO
                 "NET/Plugin: Loaded net plugin NCCL RDMA Plugin v8 (v8)",
                 "NET/Plugin: Loaded collnet plugin SHARP (v8)",
                 "NET/IB : Using [0]ibp0:1/IB/SHARP [1]ibp1:1/IB/SHARP [RO]" + OOB,
-                "Using network IBext_v8",
-                *gdr("IBext_v8", "Enabled", "Disabled"),
+                *("Using network IBext_v8", *gdr("IBext_v8", "Enabled", "Disabled")),
                 "NVLS multicast support is not available on dev 3",
             ],
             "IBext_v8 (2 devices, GPUDirect RDMA on 1 of 2), plugin v8",
@@ -63,8 +62,7 @@ ROCE = "NET/IB : Using [0]mlx5_4:1/RoCE [1]mlx5_5:1/RoCE [2]rocep1:1/RoCE " + OO
         # a plugin was loaded, but NCCL uses sockets
         (
             [
-                "NET/Plugin: Loaded net plugin Libfabric (v10)",
-                "NET/IB : No device found.",
+                *("NET/Plugin: Loaded net plugin Libfabric (v10)", "NET/IB : No device found."),
                 "NET/Socket : Using [0]eth0:10.0.0.5<0> [1]eth1:10.0.1.5<0>",
                 "Using network Socket",
             ],
@@ -74,7 +72,6 @@ ROCE = "NET/IB : Using [0]mlx5_4:1/RoCE [1]mlx5_5:1/RoCE [2]rocep1:1/RoCE " + OO
         (
             [
                 "NET/Plugin: Loaded net plugin AWS Libfabric (v10)",
-                "Successfully loaded external network plugin libnccl-net.so",
                 *("Initialized NET plugin AWS Libfabric", "Using network AWS Libfabric"),
                 *gdr("AWS Libfabric", "Enabled"),
             ],

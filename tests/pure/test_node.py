@@ -19,8 +19,7 @@ def counted(*microseconds: str, index: str = "0") -> dict[str, str]:
 
 
 def test_warnings_at_the_start() -> None:
-    """A hot GPU with memory errors, a GPU at its power cap, and rank 1 with a single core. There is
-    no warning about an idle GPU (bit 0) or unknown values."""
+    """There is no warning about an idle GPU (bit 0) or unknown values."""
     hot = {"index": "0", REASONS: "0x0000000000000040", ECC: "2"}
     capped = {"index": "3", REASONS: "0x0000000000000005", ECC: "0"}
     unknown = {"index": "1", REASONS: "[N/A]", ECC: "[N/A]"}
@@ -72,8 +71,7 @@ def test_a_driver_without_counters_is_named() -> None:
 
 
 def test_a_node_with_network_errors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest growth comes first. Loopback does not count, and neither does an interface that
-    appeared during the run, whose counters started elsewhere."""
+    """The largest growth comes first. Loopback and a new interface do not count."""
     eth0 = {"errin": 1, "errout": 0, "dropin": 2, "dropout": 4}
     interfaces = {name: SimpleNamespace(**eth0) for name in ("lo", "eth0")}
     monkeypatch.setattr("psutil.net_io_counters", lambda pernic: interfaces)

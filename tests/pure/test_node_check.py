@@ -9,19 +9,7 @@ import pytest
 import torch
 
 from benchmarks import node_check
-from benchmarks.node_check import (
-    Judgement,
-    below_links,
-    conclude,
-    doubts_of,
-    drifted,
-    in_both,
-    judge,
-    odd_results,
-    rounds_by_node,
-    unfit,
-    wrong_results,
-)
+from benchmarks.node_check import Judgement, conclude, doubts_of, judge
 from benchmarks.workloads.links import Link, drift_of, widest
 from benchmarks.workloads.outliers import Component, Crowd, Slowness, find_slow, sentences
 from common.timing import StopRule
@@ -85,31 +73,31 @@ def test_a_limit_applies_to_one_matrix_product() -> None:
 
 
 def test_the_rounds_of_many_nodes_fit_into_the_budget() -> None:
-    """22 rounds take 0.4 s each of a budget of 60 s, and 70 rounds 0.43 s of 120 s. All rounds
-    take at most a quarter of the budget."""
+    """22 rounds take 0.4 s each of 60 s, 70 take 0.43 s of 120 s: at most a quarter in all."""
     members = [list(range(8 * node, 8 * node + 8)) for node in range(64)]
-    assert [len(rounds_by_node(members[:nodes])) for nodes in (8, 16, 64)] == [14, 22, 70]
+    assert [len(node_check.rounds_by_node(members[:nodes])) for nodes in (8, 16, 64)] == [
+        14,
+        22,
+        70,
+    ]
     fraction = node_check.fraction_per_round
     assert [fraction(22) * 60, fraction(70) * 120] == pytest.approx([0.4, 0.4286], rel=1e-3)
     assert fraction(134) * 134 == pytest.approx(0.25)
     assert fraction(0) == fraction(1) == 1 / 150
 
 
-def test_the_block_that_counts() -> None:
-    """Of blocks of 3.5 and 2.5 s, the best counts on the CPU and the median on CUDA."""
+def test_blocks_of_a_measurement() -> None:
+    """Of blocks of 3.5 and 2.5 s, the best counts on the CPU and the median on CUDA. Of the first
+    and the last three blocks, the smallest are 2 and 3, the largest 4 and 5."""
     assert node_check.sustained([3.5, 2.5], on_cuda=False) == 2.5
     assert node_check.sustained([3.5, 2.5], on_cuda=True) == 3.0
-
-
-def test_halves_of_a_measurement() -> None:
-    """The smallest of the first and of the last three blocks are 2 and 3, the largest 4 and 5."""
     blocks = [2.0, 4.0, 3.0, 3.0, 5.0, 4.0]
     assert drift_of(blocks, min) == pytest.approx(0.5)
     assert drift_of(blocks, max) == pytest.approx(0.25)
     assert drift_of(blocks[:5], max) == pytest.approx(0.25)  # 2, 4 and 3, 5
     assert drift_of([1.0], max) is None
     assert (widest([0.1, 0.3]), widest([0.1, None]), widest([])) == (0.3, None, None)
-    assert [drifted(drift, 0.4) for drift in (0.39, 0.41, None)] == [False, True, True]
+    assert [node_check.drifted(x, 0.4) for x in (0.39, 0.41, None)] == [False, True, True]
 
 
 def test_an_all_reduce_that_its_links_do_not_explain() -> None:
@@ -122,12 +110,12 @@ def test_an_all_reduce_that_its_links_do_not_explain() -> None:
     measured.append(Link(0, 1, 50, None, None, 0.01))  # within a node, so not part of a rail
     of_rails = cluster([[0, 1], [2, 3]], ["k"] * 4)
     of_rails.teams["rail"] = [[0, 2], [1, 3]]
-    [(found, slowness)] = below_links(rows, measured, of_rails).items()
+    [(found, slowness)] = node_check.below_links(rows, measured, of_rails).items()
     assert (found[0].name(), found[1]) == ("rail 0", "all reduce between")
     assert slowness.factor == pytest.approx(20)
     assert slowness.description == "0.100 GB/s, but its slowest link sustains 2.00 GB/s"
-    assert below_links(rows, measured[2:], of_rails) == {}  # its links were not measured
-    assert below_links(rows[:2], measured, of_rails._replace(cpu=False)) != {}
+    assert node_check.below_links(rows, measured[2:], of_rails) == {}  # its links were not measured
+    assert node_check.below_links(rows[:2], measured, of_rails._replace(cpu=False)) != {}
 
 
 def test_nodes_with_gpus_in_use_are_not_fit() -> None:
@@ -137,18 +125,21 @@ def test_nodes_with_gpus_in_use_are_not_fit() -> None:
         gpu = {"index": "0", "mig.mode.current": "Disabled", UNCORRECTED: "0"}
         environment["gpus"].append([gpu | {"memory.used": f"{20480 * node} MiB"}])
     held = "other processes were already using 20.0 GiB of GPU 0"
-    assert unfit(environment, None) == {1: f"it has 1 of 2 GPUs; {held}"}
-    assert unfit(environment, 1) == {1: held}
+    assert node_check.unfit(environment, None) == {1: f"it has 1 of 2 GPUs; {held}"}
+    assert node_check.unfit(environment, 1) == {1: held}
 
 
 def test_odd_results() -> None:
     peers = "3 ranks with the same device and number of threads"
     one = {1: f"only 1 of {peers} computed these results (b)"}
-    assert odd_results(["a", "b", "a"], ["k"] * 3) == one
-    assert odd_results(["a", "b"], ["k", "l"]) == {}  # kinds may round differently
-    assert [*odd_results(["a", "b"], ["k", "k"])] == [0, 1]  # with two, either may be wrong
+    assert node_check.odd_results(["a", "b", "a"], ["k"] * 3) == one
+    assert node_check.odd_results(["a", "b"], ["k", "l"]) == {}  # kinds may round differently
+    assert [*node_check.odd_results(["a", "b"], ["k", "k"])] == [
+        0,
+        1,
+    ]  # with two, either may be wrong
     told = "its results are not finite"
-    assert odd_results(["not finite"] * 2, ["k"] * 2) == {0: told, 1: told}
+    assert node_check.odd_results(["not finite"] * 2, ["k"] * 2) == {0: told, 1: told}
 
 
 SLOW = find_slow({(0,): 1.0, (1,): 2.0, (2,): 1.0}, {}, "rank", "copy")
@@ -157,7 +148,7 @@ BELOW = {(Component("rank", ((0,),)), "copy"): Slowness(None, "2, below 4")}
 BAD = Case(key={"probe": "alone", "rank": 2}, ranks=[2], check="failed: why")
 # the host follows from the metrics: a number in the text of an error may not be a rank
 LINKS = Case(key={"probe": "links"}, ranks=[0], metrics={"failed_rank": 2}, check="failed: rank 1")
-WRONG = wrong_results({1: "lacks"}, [BAD, BAD, LINKS], NAMES)
+WRONG = node_check.wrong_results({1: "lacks"}, [BAD, BAD, LINKS], NAMES)
 BUSY = Others(1.6, 2)
 USED = "other processes used 1.6 of 2 cores"
 CHANGED = ["rank 0 on a", "rank 0 on a", "rank 2 on b"]
@@ -200,14 +191,13 @@ def test_the_verdict(
 
 def test_a_verdict_mentions_an_unknown_load() -> None:
     """While two commands are interleaved, ab.py records it. Otherwise there is no verdict."""
-    unknown = "; CPU use by other processes was not recorded"
+    unknown = "CPU use by other processes was not recorded"
     why = doubts_of([], None, [], is_load_unknown=True)  # without the observer of the load
-    told = conclude({}, why, True, [], "slow", NAMES, "41 s", False)
-    assert told == (4, ["no verdict: CPU use by other processes was not recorded"])
     rest: Any = ([], "slow", NAMES, "41 s", False)
-    assert conclude({}, [], False, *rest) == (0, [f"fit: 41 s{unknown}"])
+    assert conclude({}, why, True, *rest) == (4, [f"no verdict: {unknown}"])
+    assert conclude({}, [], False, *rest) == (0, [f"fit: 41 s; {unknown}"])
     status, lines = conclude(SLOW, [], False, *rest)
-    assert (status, lines[-1]) == (1, f"not fit: rank 1 on a{unknown}")
+    assert (status, lines[-1]) == (1, f"not fit: rank 1 on a; {unknown}")
 
 
 ENVIRONMENT: dict[str, Any] = {
@@ -293,14 +283,10 @@ def test_both_measurements_count() -> None:
     other = (Component("rank", ((2,),)), "copy")
     first = Judgement({who: Slowness(7.0, "7x"), other: Slowness(3.0, "3x")}, [other[0]], "x")
     second = Judgement({who: Slowness(4.0, "4x")}, [who[0], other[0]])
-    assert in_both(first, second) == Judgement({who: Slowness(4.0, "4x")}, [other[0]], "x")
-    assert in_both(first, Judgement({}, [])) == Judgement({}, [], "x")
-
-
-def test_suspects_have_each_name_once() -> None:
-    either = Component("rank", ((1,), (0,)))
-    rest = [Component("rank", ((0,),)), Component("link", ((0, 1),))]
-    assert node_check.names_of_suspects([either, *rest]) == ["rank 1", "rank 0", "link 0 -> 1"]
+    assert node_check.in_both(first, second) == Judgement(
+        {who: Slowness(4.0, "4x")}, [other[0]], "x"
+    )
+    assert node_check.in_both(first, Judgement({}, [])) == Judgement({}, [], "x")
 
 
 def test_what_cannot_be_told_where_ranks_share_cores() -> None:
@@ -314,12 +300,6 @@ def test_what_cannot_be_told_where_ranks_share_cores() -> None:
     why = doubts_of([], None, [], unsure="it cannot be told")
     told = conclude({}, why, False, [], "slow", NAMES, "41 s")
     assert told == (4, ["no verdict: it cannot be told"])
-
-
-def test_the_range_of_links_is_shown() -> None:
-    rows = [Link(a, 2, 80, None, None, rate) for a, rate in ((1, 0.2), (0, 0.006), (1, 0.21))]
-    line = "between nodes: 0.00600 to 0.210 GB/s, median 0.200; slowest rank 0 on a -> rank 2 on b"
-    assert node_check.range_of("between nodes", rows, RANKS) == line
 
 
 def test_ranks_that_are_slow_once_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,17 +324,24 @@ def test_ranks_that_are_slow_once_are_not_named(monkeypatch: pytest.MonkeyPatch)
     assert [case.key["attempt"] for case in bench.report.cases] == [1, 2]
 
 
+def test_names_and_ranges() -> None:
+    either = Component("rank", ((1,), (0,)))
+    rest = [Component("rank", ((0,),)), Component("link", ((0, 1),))]
+    assert node_check.names_of_suspects([either, *rest]) == ["rank 1", "rank 0", "link 0 -> 1"]
+    rows = [Link(a, 2, 80, None, None, rate) for a, rate in ((1, 0.2), (0, 0.006), (1, 0.21))]
+    line = "between nodes: 0.00600 to 0.210 GB/s, median 0.200; slowest rank 0 on a -> rank 2 on b"
+    assert node_check.range_of("between nodes", rows, RANKS) == line
+
+
 def test_links_of_nodes() -> None:
-    """All pairs of ranks within nodes, then all pairs of nodes on each rail. No rank occurs twice
-    in a round."""
-    inside, *between = rounds_by_node([[0, 1], [2, 3], [4, 5]])
+    """Pairs within nodes, then pairs of nodes on each rail; no rank is twice in a round."""
+    inside, *between = node_check.rounds_by_node([[0, 1], [2, 3], [4, 5]])
     assert inside == [(0, 1), (2, 3), (4, 5)]
     assert between == [[(2, 4), (3, 5)], [(0, 4), (1, 5)], [(0, 2), (1, 3)]]
 
 
 def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node has 2 sockets of 4 cores with 2 threads each, numbered 0-7 and 8-15. If the launcher
-    assigned no core on the GPU's socket, the binding is not changed."""
+    """A node has 2 sockets of 4 cores with 2 threads each, numbered 0-7 and 8-15."""
     device = tmp_path / "bus/pci/devices/0000:02:00.0"
     device.mkdir(parents=True)
     (device / "local_cpus").write_text("00000000,0000f0f0\n")
@@ -369,9 +356,10 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
         bind.assert_called_once_with(0, cores)
 
 
-@pytest.mark.parametrize(
-    "name", ["CPU, quiet", "CPU, 30%", "GPU", "links, CPU", "links, GPU", "crowded"]
-)
+CONDITIONS = ["CPU, quiet", "CPU, 30%", "GPU", "links, CPU", "links, GPU", "crowded"]
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
 def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
     """The limits are wide. docs/evidence.md has the rates of more runs."""
     condition = simulation.CONDITIONS[name]
@@ -394,12 +382,9 @@ def test_hosts_to_exclude() -> None:
     teams = {"rank": [[rank] for rank in range(8)], "node": [[0, 1], [2, 3], [4, 5], [6, 7]]}
     teams["rail"] = [[0, 2, 4, 6], [1, 3, 5, 7]]
 
-    def excluded(
-        level: str = "", *suspects: tuple[int, ...], lacks: Any = (), case: Any = None
-    ) -> list[str]:
+    def excluded(level: str = "", *suspects: Any, lacks: Any = (), case: Any = None) -> list[str]:
         findings = [(Component(level, suspects), "copy")] if level else []
-        cases = [case] if case else []
-        return node_check.hosts_at_fault(findings, lacks, cases, teams, hosts)
+        return node_check.hosts_at_fault(findings, lacks, [case] if case else [], teams, hosts)
 
     assert excluded() == []
     assert excluded("node", (1,)) == ["c"]

@@ -479,8 +479,7 @@ def test_batches_with_other_numbers_of_samples_are_refused() -> None:
 
 
 def test_other_shapes_on_a_rank_are_a_line() -> None:
-    """Sequences of different lengths are legitimate, but explain a slow rank. Also if the function
-    states `samples`, and if only a later tensor differs."""
+    """It may be intended. Also if `samples` is stated, or only a later tensor differs."""
 
     def told(*batches: Any) -> list[str]:
         bench = Mock()

@@ -84,8 +84,7 @@ def legend(figure: Figure) -> list[str]:
 
 
 def test_a_scaling_curve_begins_at_0_and_has_whiskers(tmp_path: Path) -> None:
-    """One rank alone, interleaved with 2 ranks, trains on 80 samples/s. The row `no ddp` was timed
-    separately and is not drawn."""
+    """One rank alone trains on 80 samples/s. `no ddp`, timed separately, is not drawn."""
     path = write(tmp_path / "a.jsonl", ddp(0, 0.05), ddp(1, 0.1), ddp(2, 0.2, efficiency=0.5))
     (figure,) = draw(load([path]))
     ends = [[y for _, y in pair] for pair in whiskers(figure)]
@@ -275,8 +274,7 @@ def frames_of(axes: Any) -> list[tuple[float, ...]]:
 
 
 def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
-    """Two hosts with two ranks each. Rows send, and -1 means no link. The latency of rank 1 and the
-    bandwidth of 2 -> 0 are slow."""
+    """Rows send, -1 is no link. The latency of rank 1 and the bandwidth of 2 -> 0 are slow."""
     slow = [
         {"what": "latency within nodes", "members": [1]},
         {"what": "bandwidth between nodes", "link": [2, 0]},
@@ -303,8 +301,7 @@ def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
 
 
 def test_a_heat_map_of_many_ranks_is_by_host(tmp_path: Path) -> None:
-    """With 66 ranks on 3 hosts a cell is the worst link between two hosts; with 64 each rank has a
-    row. With --by node rows are the hosts of the report."""
+    """With 66 ranks on 3 hosts, a cell is the worst link between two hosts."""
     hosts = [f"node{rank // 22}" for rank in range(66)]
     slow = [{"what": "bandwidth between nodes", "link": [1, 65]}]
     path = write_links(tmp_path / "p.jsonl", hosts, slow, slowest=(1, 65))

@@ -102,8 +102,7 @@ def test_steady_load_and_pairs() -> None:
 
 @pytest.mark.parametrize("is_log", [False, True])
 def test_one_night_against_a_baseline_of_nights(is_log: bool) -> None:
-    """Three runs of a night that differs from others by 3%: as independent runs, more than half of
-    equal programs would be called different."""
+    """Nights differ by 3%: as independent runs, most equal programs would differ."""
     rng = np.random.default_rng(0)
     equal, slower = (
         [verdicts.fails(verdicts.against_nights(rng, 3, 1, change, is_log)) for _ in range(count)]

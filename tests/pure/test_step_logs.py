@@ -392,8 +392,7 @@ def write_log(path: Path, times_ms: list[float], form: str = "step {} took {:.2f
     ],
 )
 def test_another_unit(base: str, test: str, words: str, verdict: str, tmp_path: Path) -> None:
-    """Three logs a side of about 960 ms and about 1,050 ms. If they are read as 1.05 or 50 ms, they
-    are not faster."""
+    """About 960 ms and 1,050 ms: read as 1.05 or 50 ms, the latter are not faster."""
     for side, form, first in (("old", base, 960), ("new", test, 50 if base != test else 1050)):
         for number in range(3):
             times = [first + number, first + 2 * number, first + 3.0 * number]

@@ -144,9 +144,7 @@ def test_which_rank_the_others_wait_for(tmp_path: Path) -> None:
     ],
 )
 def test_groups_of_gloo(tmp_path: Path, groups: tuple[list[list[int]], ...], late: str) -> None:
-    """Two ranks of the same group are compared, but not if both may be in other groups.
-
-    In the first of two steps, each rank is 1 us late in one call."""
+    """Two ranks of a group are compared unless both may be in others. Each is 1 us late once."""
     paths = []
     for rank in (0, 1):
         events = gloo_events()

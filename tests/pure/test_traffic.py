@@ -45,8 +45,7 @@ def totals(step: traffic.Step) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [8, 3, 1000])
 def test_fsdp_gathers_all_weights_twice_and_reduce_scatters_gradients_once(ranks: int) -> None:
-    """FSDP splits the rows of a weight into chunks of equal length and pads the last ones: nothing
-    is padding on 8 ranks, and most of it on 1,000."""
+    """The rows of a weight are padded: not at all on 8 ranks, and mostly on 1,000."""
     padded = [-(-size[0] // ranks) * ranks * size.numel() // size[0] for size in SIZES]
     step = traffic.simulate(key_of(f"dp{ranks}", ranks))
     assert totals(step) == {"all_gather": 2 * 4 * sum(padded), "reduce_scatter": 4 * sum(padded)}

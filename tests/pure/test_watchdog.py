@@ -32,8 +32,7 @@ def test_ranks_have_lines_and_many_with_the_same_state_are_counted() -> None:
 
 
 def test_without_gloos_recorder_the_last_call_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older versions of torch lack it, or do not record by default. Then all ranks give the same
-    answer, and phases decide."""
+    """Some versions of torch lack it. All ranks give the same answer, and phases decide."""
     monkeypatch.setattr(watchdog, "recorded_collectives", list)
     assert watchdog.last_collective() == ("none", 0, "unknown: this torch has no record")
     assert (
@@ -111,8 +110,7 @@ input()
 
 @pytest.mark.parametrize("variable", ["RANK", "TORCHELASTIC_RUN_ID"])
 def test_siblings_have_the_same_launcher(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """A child of the launcher and a child of a wrapper are siblings. The launcher, this process and
-    invalid PIDs of a forged state are not."""
+    """Children of the launcher and of a wrapper are siblings; forged PIDs are not."""
     for name in ("RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     command, pipe = [sys.executable, "-c", WRAPPED], subprocess.PIPE
@@ -130,8 +128,7 @@ def test_siblings_have_the_same_launcher(monkeypatch: pytest.MonkeyPatch, variab
 
 
 def test_a_forged_state_has_no_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first state names the parent of this process, the second a foreign folder, and the third
-    another host."""
+    """States name the parent of this process, a foreign folder, and another host."""
     of_rank_1, foreign = tmp_path / "attempt_0" / "1" / "error.json", tmp_path / "error.json"
     of_rank_1.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
@@ -154,61 +151,48 @@ def test_a_forged_state_has_no_effect(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert kill.call_args_list[-1] == call(12)
 
 
-RANK = """
+HANDLED = """
 import os, signal, time
 from unittest.mock import Mock
 from harness.observe.watchdog import Watchdog
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
+{}
 Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
-os.kill(os.getpid(), signal.SIGHUP)
-os.kill(os.getppid(), signal.SIGKILL)
+{}
 time.sleep(60)
 print("outlives it")
 """
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
+def ended(*code: str, **variables: str) -> tuple[int, str, str]:
+    """The status, stdout and stderr of a Python program."""
+    command, env = [sys.executable, "-c", *code], os.environ | variables
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None:
-    """SIGHUP is ignored, as under nohup. Then the rank kills the launcher. Both have ended when
-    stdout and stderr are closed."""
-    command = [sys.executable, "-c", LAUNCHER, RANK]
-    own = os.environ | {"TORCHELASTIC_RUN_ID": "a run"}
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
-    assert done.returncode == -signal.SIGKILL
-    assert (done.stdout, done.stderr) == ("", "SIGTERM: ended after 0 cases\n")
-
-
-SIGNALLED = """
-import os, signal, time
-from unittest.mock import Mock
-from harness.observe.watchdog import Watchdog
-both = {signal.SIGINT, signal.SIGTERM}
-signal.pthread_sigmask(signal.SIG_BLOCK, both)  # of the threads that follow, too
-Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
-for number in both:
-    os.kill(os.getpid(), number)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, both)  # both are delivered now
-time.sleep(60)
-"""
+    """SIGHUP is ignored, as under nohup. Then the rank kills the launcher."""
+    kills = "os.kill(os.getpid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGKILL)"
+    rank = HANDLED.format("signal.signal(signal.SIGHUP, signal.SIG_IGN)", kills)
+    # both have ended when stdout and stderr are closed
+    done = ended(LAUNCHER, rank, TORCHELASTIC_RUN_ID="a run")
+    assert done == (-signal.SIGKILL, "", "SIGTERM: ended after 0 cases\n")
 
 
 def test_the_lower_of_two_simultaneous_signals_is_named() -> None:
     """Both are pending, as after a second Ctrl-C. The kernel runs the handler of SIGTERM first."""
-    command = [sys.executable, "-c", SIGNALLED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.stderr == "SIGINT: ended after 0 cases\n"
-    assert done.returncode == 128 + signal.SIGINT
+    blocks = (
+        "both = {signal.SIGINT, signal.SIGTERM}; signal.pthread_sigmask(signal.SIG_BLOCK, both)"
+    )
+    kills = "[os.kill(os.getpid(), number) for number in both]; "
+    both = HANDLED.format(blocks, kills + "signal.pthread_sigmask(signal.SIG_UNBLOCK, both)")
+    assert ended(both) == (128 + signal.SIGINT, "", "SIGINT: ended after 0 cases\n")
 
 
 def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --timeout 30 and polls of 0.5 s, 41 polls without an answer end the run. An answer
-    restarts the count."""
-    ended: list[Any] = []
-
-    def end(*given: Any) -> None:
-        ended.append(given)
-        raise SystemExit
-
+    """With --timeout 30 and polls of 0.5 s, 41 without an answer end the run."""
+    end = Mock(side_effect=SystemExit)
     monkeypatch.setattr(watchdog, "exit_now", end)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda all_threads: None)
@@ -225,7 +209,7 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit):
         Watchdog._check_store(rank)
     assert len(looks) == 40 + 41
-    status, reason = ended[0]
+    status, reason = end.call_args.args
     assert status == 3
     assert reason == (
         f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store, served by "
@@ -233,4 +217,4 @@ def test_a_node_without_network_reports_a_hang(monkeypatch: pytest.MonkeyPatch) 
     )
     rank.stopped.wait = lambda seconds: True  # the run is over
     Watchdog._check_store(rank)
-    assert len(ended) == 1
+    assert end.call_count == 1
