@@ -64,8 +64,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree  # private API; works in torch 2.11, 2.14 and 2.15
 
-if __name__ == "__mp_main__":  # the writing process of async-process, where torch logs warnings
-    logging.disable(logging.WARNING)
+if __name__ == "__mp_main__":  # the writing process of async-process
+    logging.disable(logging.WARNING)  # which torch logs
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # see `silenced`
 
 from benchmarks.workloads.check import verdict
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text

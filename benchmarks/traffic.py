@@ -136,6 +136,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
     args = parser.parse_args(argv)
     refuse_without_backends(parser)
+    # private API; works in torch 2.9, 2.14 and 2.15
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::scatter_", "Meta"):
+        lacks = f"whose collectives accept fake tensors; this one is {torch.__version__}"
+        parser.error(f"this script requires a newer torch, {lacks}")
     cli.check_output("--json", args.json)
     args.mesh = args.mesh or [parse_mesh(f"dp{args.ranks}")]
     if args.against and not args.measured:

@@ -4,6 +4,7 @@ One function per axis, in torch's public API; copy those that you need. `paralle
 show in which order the axes are applied.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -149,6 +150,17 @@ def cut(model: Decoder, stage: int, stages: int) -> None:
         model.norm, model.head = nn.Identity(), nn.Identity()
 
 
+class Stage(pipelining.PipelineStage):
+    """A stage whose first messages have the size that its neighbors expect. Torch 2.9 sends 8 bytes
+    where it receives 4, and gloo then aborts. Private API; newer versions need no change."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        ops = super()._get_init_p2p_neighbors_ops()
+        for op in ops:
+            op.tensor = op.tensor.float()
+        return ops
+
+
 def pipeline(
     models: dict[int, Any],
     pp: DeviceMesh,
@@ -167,7 +179,7 @@ def pipeline(
     logits = empty((*text.shape, first.config.vocab))
     stages = []
     for number, model in models.items():
-        stage = pipelining.PipelineStage(
+        stage = Stage(
             model,
             number,
             mesh.stages,
@@ -289,10 +301,12 @@ def pipelined(
     tokens, targets = texts
     schedule = pipeline(stages, pp, mesh, microbatches, tokens, local_loss)
     inputs = [tokens] if 0 in stages else []
+    can_omit = "return_outputs" in inspect.signature(schedule.step).parameters
+    options = {"return_outputs": False} if can_omit else {}
 
     def forward_backward() -> Losses:
         losses: Losses = []
-        schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+        schedule.step(*inputs, target=targets, losses=losses, **options)
         return losses
 
     return forward_backward
