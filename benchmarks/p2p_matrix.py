@@ -412,14 +412,17 @@ def draw(links: list[Link], members: int, path: str) -> None:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-def is_unsteady(link: Link) -> bool:
-    """Whether the median sample of a link is too uncertain to judge the link by itself."""
-    return link.spread is None or link.spread > UNSURE
+def is_unsteady(link: Link, limit: float = UNSURE) -> bool:
+    """Whether the times of a link are too uncertain to judge the link by itself. limit: of the
+    drift of a link with too few samples for an interval."""
+    if link.spread is None:
+        return link.drift is None or link.drift > limit
+    return max(link.spread, link.drift or 0.0) > UNSURE
 
 
-def are_unsteady(links: Sequence[Link]) -> bool:
+def are_unsteady(links: Sequence[Link], limit: float = UNSURE) -> bool:
     """Whether most of these links are unsteady. The others show how a typical link scatters."""
-    return 2 * sum(map(is_unsteady, links)) > len(links)
+    return 2 * sum(is_unsteady(link, limit) for link in links) > len(links)
 
 
 def links_of_component(
@@ -451,7 +454,9 @@ def answer(
     and of the ends of links. doubt: see `doubt_of`. crowd: a host where ranks share cores.
     """
     lines = [
-        f"possibly {line}" if are_unsteady(links_of_component(links, node_of_member, one)) else line
+        f"possibly {line}"
+        if are_unsteady(links_of_component(links, node_of_member, one), MARGIN)
+        else line
         for (one, _), line in zip(found, sentences(found, names), strict=True)
     ]
     spreads = [link.spread for link in links if link.spread is not None]

@@ -1,6 +1,7 @@
-"""Simulate the error rates of node_check.py: how often it names healthy and slow ranks or nodes.
+"""Simulate the error rates of node_check.py and p2p_matrix.py: how often they name healthy and slow
+ranks, nodes or links.
 
-    python tests/simulate_node_check.py         the numbers of docs/evidence.md, a minute
+    python tests/simulate_node_check.py         the numbers of docs/evidence.md, 3 minutes
 
 8 ranks are measured, and measured again if one of them looks slow or unsteady. The links of 8 nodes
 are measured in the same way. The times are simulated; the functions of the script judge them.
@@ -14,6 +15,9 @@ links, CPU    samples of 50 ms over gloo with 15% noise; 3 in 100 take twice as 
 links, GPU    samples of 50 ms over NCCL with 1% noise, and levels that differ by 1%
 crowded       the links of 8 ranks that share 2 cores: levels differ by a factor of 1.6 (standard
               deviation), and 1 in 10 samples takes 2 to 20 times as long
+
+p2p_matrix.py judges the links of 8 ranks, measured as on the CPU (3 rounds of 3 samples) or on GPUs
+(7 rounds of 1). In 15 in 100 samples, an unsteady link takes 5 to 20 times as long.
 """
 
 import sys
@@ -26,10 +30,11 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import node_check
+from benchmarks import node_check, p2p_matrix
 from benchmarks.node_check import Judgement
-from benchmarks.workloads.links import Link, drift_of, rounds_of, slow_links, widest
+from benchmarks.workloads.links import Link, drift_of, link_of, rounds_of, slow_links, widest
 from benchmarks.workloads.outliers import SIGMAS, Component, Crowd
+from common import stats
 from common.stats import median
 from harness.cpu_load import BUSY, Others
 from harness.report import Case
@@ -172,6 +177,49 @@ def slower(name: str) -> float:
     return SLOWER.get(name) or SLOWER[name.partition(",")[0]]
 
 
+def matrix(rng: Rng, device: str, slow: float, level: str, unsteady: int) -> list[Link]:
+    """The links of 8 ranks: those of rank SLOW, or one of its links, take `slow` times as long, and
+    the last ones are unsteady."""
+    pairs = [pair for pairs in rounds_of(RANKS) for pair in pairs if SLOW in pair]
+    pairs += [pair for pairs in rounds_of(RANKS) for pair in pairs if SLOW not in pair]
+    rounds, noise = ([3] * 3, 0.15) if device == "cpu" else ([1] * 7, 0.01)
+    links = []
+    for number, (a, b) in enumerate(pairs):
+        cost = rng.normal(1, 0.01) * (slow if number < (7 if level == "rank" else 1) else 1.0)
+        rows = {}
+        for name in ("there", "back", "step", "latency"):
+            samples = cost * np.exp(rng.normal(0, noise, sum(rounds)))
+            stalls = rng.random(len(samples)) < (0.15 if number >= len(pairs) - unsteady else 0)
+            rows[name] = [samples * np.where(stalls, rng.uniform(5, 20, len(samples)), 1.0)] * 2
+        case = Case(key={}, ranks=[a, b], rounds=rounds)
+        links.append(link_of(a, b, [(a, b)], [1], 1, case, stats.Times(rows, rounds)))
+    return links
+
+
+def matrix_rates(
+    device: str, slow: float, level: str, unsteady: int, runs: int
+) -> dict[str, float]:
+    """Shares of the runs: what p2p_matrix.py says about the planted rank or link, and others."""
+    rng = np.random.default_rng(1)
+    nodes, ranks = [0] * RANKS, [f"rank {rank}" for rank in range(RANKS)]
+    planted = (
+        ("rank 3:",) if level == "rank" else ("link rank 3 -> rank 4:", "link rank 4 -> rank 3:")
+    )
+    counts = dict.fromkeys(("others named", "no verdict", "no link named", "named"), 0)
+    for _ in range(runs):
+        links = matrix(rng, device, slow, level, unsteady)
+        found = p2p_matrix.slow_components(links, nodes, "rank", SIGMAS)
+        names = {"node": ["vm"], "rank": ranks, "link": ranks}
+        lines = p2p_matrix.answer(links, nodes, found, names)
+        named = [line for line in lines if line.startswith("slow ")]
+        right = [line for line in named if line[5:].startswith(planted) and slow > 1]
+        counts["others named"] += len(right) < len(named)
+        counts["named"] += bool(right)
+        counts["no verdict"] += lines[0].startswith("no verdict")
+        counts["no link named"] += lines[0].startswith("no link")
+    return {name: count / runs for name, count in counts.items()}
+
+
 def main() -> None:
     columns = "injected slowdown | not fit | no verdict | only the slow one named"
     print(f"| simulated noise: 8 ranks, or links of 8 nodes | {columns} |")
@@ -182,6 +230,15 @@ def main() -> None:
             if slow == 1:  # nothing is planted
                 shares[-1] = "-"
             print(f"| {name} | {f'{slow:g} times' if slow > 1 else '-'} | {' | '.join(shares)} |")
+    columns = "slow | others named | no verdict | no link named | the slow one named"
+    print(f"\n| p2p_matrix.py, unsteady of 28 links | {columns} |\n|---|---|---|---|---|---|")
+    for device, factor in (("cpu", 4.0), ("cuda", 1.5)):
+        for unsteady in (0, 1, 3, 14):
+            for slow, level in ((1.0, ""), (factor, "rank"), (factor, "link")):
+                rates_of = matrix_rates(device, slow, level or "rank", unsteady, 500)
+                shares = [f"{share:.1%}" for share in rates_of.values()]
+                what = f"{level}, {slow:g} times" if level else "-"
+                print(f"| {device}, {unsteady} | {what} | {' | '.join(shares)} |")
 
 
 if __name__ == "__main__":

@@ -309,16 +309,21 @@ def widest(values: Sequence[float | None]) -> float | None:
 def drift_of(
     blocks_s: Sequence[float], summarize: Callable[[Sequence[float]], float]
 ) -> float | None:
-    """Difference between the two halves of the rounds, as a fraction of the shorter time.
+    """Difference between the two halves of the rounds, as a fraction of the shorter time. Of an odd
+    number of rounds, the middle one belongs to either half, whichever makes the difference larger.
 
     blocks_s: a time per round. summarize: reduces the times of several rounds to the one that is
     judged. None with fewer than two rounds.
     """
-    half = len(blocks_s) // 2
-    if not half:
+    if len(blocks_s) < 2:
         return None
-    short, long = sorted((summarize(blocks_s[:half]), summarize(blocks_s[-half:])))
-    return long / short - 1 if short > 0 else None
+    drifts: list[float] = []
+    for half in {len(blocks_s) // 2, -(-len(blocks_s) // 2)}:
+        short, long = sorted((summarize(blocks_s[:half]), summarize(blocks_s[half:])))
+        if short <= 0:
+            return None
+        drifts.append(long / short - 1)
+    return max(drifts)
 
 
 def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:
