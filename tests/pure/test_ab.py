@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import psutil
@@ -33,6 +34,14 @@ def flags_of(out: Path, a: str, b: str, *more: str) -> list[str]:
     return ["--a", fake(out.parent, a), "--b", fake(out.parent, b), "--out", str(out), *more]
 
 
+def compared(out: Path, a: str, b: str, *more: str, status: int = 0) -> CompletedProcess[str]:
+    """Run ab.py with these commands, which ends with this status."""
+    done = run("ab.py", *flags_of(out, a, b, *more))
+    assert done.returncode == status, done.stderr
+    assert status != 2 or (done.stdout, done.stderr.count("\n")) == ("", 1)
+    return done
+
+
 def without_load(printed: str) -> list[str]:
     """The printed lines, without those that depend on other processes."""
     lines = [line for line in printed.splitlines() if "other processes used" not in line]
@@ -41,33 +50,31 @@ def without_load(printed: str) -> list[str]:
 
 def test_abba_and_resume(out: Path) -> None:
     more = ("--runs", "3", "--allow-disturbed", "--b-env", "FAKE=B", "HF_TOKEN=hunter2")
-    done = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
-    assert done.returncode == 0, done.stderr
+    commands = (out, "0.1 x", "0.11 x", *more)
+    done = compared(*commands)
     assert "1.10x slower" in done.stdout
     assert "# environment: variables.FAKE: unset in BASE, B in TEST" in done.stdout
     order = (out / "order").read_text().split()[0::2]
-    (seed,) = map(int, re.findall(r"^seed: (\d+)$", (out / "plan.txt").read_text(), re.MULTILINE))
+    plan = (out / "plan.txt").read_text()
+    (seed,) = map(int, re.findall(r"^seed: (\d+)$", plan, re.MULTILINE))
     names = [name for n in (1, 2, 3) for name in order_of(n, seed)]
     assert order == [{"a": "0.1", "b": "0.11"}[name] for name in names for _ in range(48)]
-    assert "hunter2" not in (out / "plan.txt").read_text()
+    assert "hunter2" not in plan
     (out / "b" / "02.jsonl").unlink()
-    again = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
+    again = compared(*commands)
     assert without_load(again.stdout) == without_load(done.stdout)
     assert "round 1 of 3 is already complete" in again.stderr
     assert "round 2 of 3 took" in again.stderr
     assert "rounds take" not in again.stderr  # round 3 is complete
     assert len((out / "order").read_text().split()[0::2]) == 288 + 48
-    as_json = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more), "--format", "json")
-    (pair,) = json.loads(as_json.stdout)["pairs"]
+    (pair,) = json.loads(compared(*commands, "--format", "json").stdout)["pairs"]
     assert (pair["base"], pair["test"]) == ("a", "b")
     check_pair(pair, again.stdout)
-    other = run("ab.py", *flags_of(out, "0.1 x", "0.12 x", *more))
-    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+    other = compared(out, "0.1 x", "0.12 x", *more, status=2)
     assert "fake.py 0.12 x; choose another --out" in other.stderr
     (out / "upgraded").touch()  # torch is upgraded
     (out / "a" / "01.jsonl").unlink()
-    other = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
-    assert other.returncode == 1
+    other = compared(*commands, status=1)
     assert "a/02.jsonl has torch 2, this run 3, so the environments differ" in other.stderr
 
 
@@ -76,29 +83,23 @@ def test_an_edited_program_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch
     script, helper = out.parent / "fake.py", out.parent / "helper.py"
     helper.write_text("")
     monkeypatch.setenv("HF_TOKEN", "hunter2")
-    flags = flags_of(out, "0.1 x", "0.1 y", "--runs", "2", "--watch", str(helper))
-    done = run("ab.py", *flags)
-    assert done.returncode == 0, done.stderr
+    commands = (out, "0.1 x", "0.1 y", "--runs", "2", "--watch", str(helper))
+    done = compared(*commands)
     assert "hunter2" not in (out / "plan.txt").read_text()
     remark = "not checked for changes: what fake.py calls or imports"
     assert done.stderr.splitlines()[0] == f"{remark}; --watch FILE adds files"
     assert f"\n# 1 same [2 pairs]\n# {remark}\n" in done.stdout
     monkeypatch.setenv("SSH_TTY", "/dev/pts/7")  # another shell
-    assert run("ab.py", *flags).stdout == done.stdout  # nothing was edited
-
-    def refused() -> str:
-        done = run("ab.py", *flags)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        assert "belongs to a different call: " in done.stderr
-        return done.stderr
-
+    assert compared(*commands).stdout == done.stdout  # nothing was edited
     for path in (script, helper):
         before = path.read_text()
         path.write_text(f"{before}\n# edited\n")
-        assert f"{path.name} has changed; choose another --out" in refused()
+        told = compared(*commands, status=2).stderr
+        assert f"belongs to a different call: {path} has changed; choose another" in told
         path.write_text(before)
     monkeypatch.setenv("CI_F", "2")
-    assert re.search(r": CI_F was unset, is \(set, \w+\) now; choose another --out", refused())
+    told = compared(*commands, status=2).stderr
+    assert re.search(r"call: CI_F was unset, is \(set, \w+\) now; choose another --out", told)
 
 
 @pytest.mark.parametrize("kept", [["a", "b/01"], ["a"], []], ids=str)
@@ -108,35 +109,28 @@ def test_reports_with_other_contents_are_refused(out: Path, kept: list[str]) -> 
     loads = ', "contents": {"late": open(out + "/m").read()}'
     text = FAKE.replace('{"variables":', '{"contents": {"mine": "1"}, "variables":')
     (out.parent / "fake.py").write_text(text.replace('"ranks": [0]', f'"ranks": [0]{loads}'))
-    flags = flags_of(out, "0.1 x", "0.1 y", "--runs", "2", "--allow-disturbed")
+    commands = (out, "0.1 x", "0.1 y", "--runs", "2", "--allow-disturbed")
     out.mkdir()
     (out / "m").write_text("1")
-    done = run("ab.py", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "not checked" not in done.stdout
+    assert "not checked" not in compared(*commands).stdout
     for path in out.rglob("*.jsonl"):
         if not str(path.relative_to(out)).startswith(tuple(kept)):
             path.unlink()
     (out / "m").write_text("2")
     other = "jsonl was measured with other contents of late than earlier runs; restore them and rem"
     for status in (1, 2):  # the second call does not count the report of the first
-        done = run("ab.py", *flags)
-        assert (done.returncode, done.stdout) == (status, "")
-        assert other in done.stderr
+        assert other in compared(*commands, status=status).stderr
     (out / "m").write_text("1")
     for path in out.rglob("*.jsonl"):
         if '"late": "2"' in path.read_text():
             path.unlink()
-    done = run("ab.py", *flags)
-    assert done.returncode == 0, done.stderr
+    compared(*commands)
 
 
-def test_a_program_that_is_edited_between_two_runs(out: Path) -> None:
-    """The edited program is not measured."""
+def test_a_program_that_is_edited_between_two_runs_is_not_measured(out: Path) -> None:
     edits = "open(sys.argv[0], 'a').write('#')"
     (out.parent / "fake.py").write_text(f"{FAKE}\n{edits}\n")
-    done = run("ab.py", *flags_of(out, "0.1 x", "0.1 y", "--runs", "2"))
-    assert done.returncode == 1
+    done = compared(out, "0.1 x", "0.1 y", "--runs", "2", status=1)
     assert "fake.py changed since the first run; restore it, or choose another --out" in done.stderr
     assert len(list(out.rglob("*.jsonl"))) == 1
 
@@ -145,10 +139,8 @@ def test_a_folder_with_foreign_files_is_refused(out: Path) -> None:
     (out / "a").mkdir(parents=True)
     notes = out / "a" / "01.jsonl"
     notes.write_text("my notes")
-    done = run("ab.py", *flags_of(out, "0.1 x", "0.1 x"))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     told = "a contains 01.jsonl, but ab.py has no plan for this folder; choose another --out"
-    assert told in done.stderr
+    assert told in compared(out, "0.1 x", "0.1 x", status=2).stderr
     assert notes.read_text() == "my notes"
     assert [path.name for path in sorted(out.rglob("*"))] == ["a", "01.jsonl"]  # nothing is added
 
@@ -157,8 +149,7 @@ def test_processes_that_a_command_leaves_behind_are_ended(out: Path) -> None:
     """They run in another session, and their parent has ended."""
     mine = psutil.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     try:
-        done = run("ab.py", *flags_of(out, "0.1 leave", "0.1 x", "--runs", "2"))
-        assert done.returncode == 0, done.stderr
+        compared(out, "0.1 leave", "0.1 x", "--runs", "2")
         alive = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
         assert not any(str(out) in str(words) for words in alive)
         assert mine.is_running()  # started before ab.py
@@ -175,8 +166,7 @@ def test_processes_that_a_command_leaves_behind_are_ended(out: Path) -> None:
     ],
 )
 def test_a_command_that_fails_ends_the_round(out: Path, mode: str, message: str) -> None:
-    done = run("ab.py", *flags_of(out, "0.1 x", f"0.1 '{mode}'", "--interleave"))
-    assert done.returncode == 1
+    done = compared(out, "0.1 x", f"0.1 '{mode}'", "--interleave", status=1)
     assert re.search(message, done.stderr)
     assert f"finished runs are kept in {out}; repeat the same command to continue\n" in done.stderr
 
@@ -187,16 +177,15 @@ def test_a_command_that_fails_ends_the_round(out: Path, mode: str, message: str)
 def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
     out: Path, number: signal.Signals, more: list[str]
 ) -> None:
-    flags = flags_of(out, "0.1 hang", "0.1 hang", "--runs", "3", *more)
-    command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags]
+    commands: Any = (out, "0.1 hang", "0.1 hang", "--runs", "3", *more)
+    command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags_of(*commands)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = psutil.Popen(command, **pipes, text=True, env=os.environ)
     assert process.stderr.readline().startswith("not checked for changes: what fake.py")
     assert process.stderr.readline().startswith("round 1 of 3 took")
     while len(started := process.children()) < (2 if more else 1):
         assert process.is_running()
-    second = run("ab.py", *flags)
-    assert (second.returncode, second.stderr.count("\n")) == (2, 1)
+    second = compared(*commands, status=2)
     assert second.stderr.startswith("ab.py: error: another run is writing ")
     process.send_signal(number)
     assert process.stderr.readline() == "ab.py: interrupted\n"
@@ -211,8 +200,7 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
     assert not any(child.is_running() for child in started)
     assert load(str(out / "a" / "01.jsonl")).status == "complete"
     (out / "go on").touch()
-    again = run("ab.py", *flags, "--allow-disturbed")
-    assert again.returncode == 0, again.stderr
+    again = compared(*commands, "--allow-disturbed")
     _, *rounds = [line.partition("; ")[0] for line in again.stderr.splitlines()]
     assert rounds[0] == "round 1 of 3 is already complete"
     assert [line[:18] for line in rounds[1:]] == [f"round {n} of 3 took " for n in (2, 3)]
@@ -239,16 +227,14 @@ def test_a_coin_decides_the_order_of_each_pair() -> None:
 
 
 def test_which_flags_may_differ_when_a_call_continues(out: Path) -> None:
-    """How runs are judged may change. The commands and the planned number of runs may not. A
-    command may have several lines."""
-    flags = flags_of(out, "0.1 x", "0.1\n x", "--allow-disturbed", "--runs", "2")
-    assert run("ab.py", *flags).returncode == 0
-    for more in ("--margin 5%", "--max-runs 9", "--fail-on slower", "--format json"):
-        assert run("ab.py", *flags, *more.split()).returncode == 0
+    """How runs are judged may change. The commands, which may have several lines, and the planned
+    number of runs may not."""
+    commands = (out, "0.1 x", "0.1\n x", "--allow-disturbed", "--runs", "2")
+    for more in ("", "--margin 5%", "--max-runs 9", "--fail-on slower", "--format json"):
+        compared(*commands, *more.split())
     for more in ("--runs 3", "--interleave", "--b-env X=1"):
-        done = run("ab.py", *flags, *more.split())
-        assert (done.returncode, done.stdout) == (2, ""), more
-        assert "belongs to a different call: its plan does not contain" in done.stderr
+        told = compared(*commands, *more.split(), status=2).stderr
+        assert "belongs to a different call: its plan does not contain" in told
 
 
 def test_a_command_may_change_the_working_directory(

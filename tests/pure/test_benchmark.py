@@ -98,27 +98,21 @@ def test_a_turn_without_pipes_is_refused_in_one_line(
     assert turns.find_pipes() == two
 
 
-def test_a_sentence_is_folded_on_a_terminal() -> None:
+def test_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the ranks of mpirun has no size, and their output may go to a file."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for columns, width in ((80, 80), (0, None)):
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, columns))
+        with open(theirs, "w") as terminal, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", terminal)
+            patch.setattr("sys.__stdout__", terminal)
+            assert benchmark.terminal_width() == width
+        os.close(ours)
     sentence = "DDP adds 16.2 ms to a step, which takes 76.1 ms"
     assert benchmark.folded(sentence, None) == f"# {sentence}"
     lines = "# DDP adds 16.2 ms to a step,\n#   which takes 76.1 ms"
     assert benchmark.folded(sentence, 32) == lines
-
-
-@pytest.mark.parametrize(("columns", "width"), [(80, 80), (0, None)])
-def test_a_terminal_without_a_size_shows_all_columns(
-    columns: int, width: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks of mpirun have such a terminal, and their output may go to a file."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, columns))
-    monkeypatch.delenv("COLUMNS", raising=False)
-    with open(theirs, "w") as terminal:
-        monkeypatch.setattr("sys.stdout", terminal)
-        monkeypatch.setattr("sys.__stdout__", terminal)
-        assert benchmark.terminal_width() == width
-        monkeypatch.undo()
-    os.close(ours)
 
 
 @pytest.fixture

@@ -134,16 +134,13 @@ def test_a_rank_that_is_late_where_profilers_start(tmp_path: Path) -> None:
         assert last.startswith(line)
 
 
-def test_windows_that_overlap_in_two_of_four_steps(tmp_path: Path) -> None:
+def test_windows_that_overlap_and_steps_without_communication(tmp_path: Path) -> None:
     """Rank 1 is 4 ms late in both steps that were compared."""
     paths = save_ranks(tmp_path, window([0] * 4), window([4] * 4, first=2))
     assert columns(*paths) == {"0": ["4", "0"], "1": ["0", "4"]}
     line = f"{LATE} ms of a 20 ms step (20.0%), for more than 5% in 2 of 2 steps"
     assert remarks(*paths)[-1].startswith(line)
-
-
-def test_steps_without_communication_count(tmp_path: Path) -> None:
-    """Gradient accumulation: 4 ms in every other step are 2 ms of a mean step."""
+    # Gradient accumulation: 4 ms in every other step are 2 ms of a mean step.
     paths = save_ranks(tmp_path, window([0] * 4, every=2), window([4] * 4, every=2))
     assert columns(*paths) == {"0": ["2", "0"], "1": ["0", "2"]}
 
@@ -207,9 +204,6 @@ def test_messages_that_state_their_ranks(tmp_path: Path) -> None:
         ["1", "1", "9", "22.5", "8", "0"],
         ["2", "1", "20", "50.0", "19", "1"],
     ]
-
-
-def test_messages_whose_ranks_are_unknown(tmp_path: Path) -> None:
     ranks = [stage((10, 9000 * rank + 100, {})) for rank in range(3)]
     paths = save_ranks(tmp_path, *ranks, pg_config=[{"pg_name": "1", "ranks": [0, 1, 2]}])
     assert [row[-2:] for row in table_of_receives(*paths)] == [["-", "-"]] * 3

@@ -106,16 +106,10 @@ NCCL Last Error: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 
 
 
 # the message of torch 2.14 for a full GPU, and for a process with a memory limit
-FULL = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 79.11 GiB of "
-    "which 11.68 MiB is free. "
-)
-ADVICE = (
-    "Of the allocated memory 62.56 MiB is allocated by PyTorch, and 9.44 MiB is reserved by "
-    "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation "
-    "for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing)"
-)
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 79.11 GiB "
+FULL += "of which 11.68 MiB is free. "
+ADVICE = "Of the allocated memory 62.56 MiB is allocated by PyTorch, and 9.44 MiB is reserved by "
+ADVICE += "PyTorch but unallocated.  See documentation for Memory Management  (https://pytorch.org)"
 
 
 def test_errors_of_torch_are_shortened_to_one_line() -> None:

@@ -44,6 +44,12 @@ def test_bandwidths() -> None:
     for high, cell in ((0.011, f" 0  10.0%{limit}"), (0.021, f" 0  >100%{short}{limit}")):
         m["in_place_time_s"] = Estimate(0.010, 0.0095, high)
         assert collectives.ScanTable().row(case).endswith(cell)
+    # With -G, the time of a replay of 5 calls is divided by 5.
+    rows, key = [[20], [5], [10], [15]], {"group_ranks": 2, "cudagraph": 3, "calls": 5}
+    case = derived(rows, [[0, 3], [1, 2]], [0, 0, 2, 1], **key)
+    assert case.metrics["in_place_group_times_s"] == [Estimate(4), Estimate(2)]
+    assert case.metrics["in_place_time_s"] == Estimate(4)
+    assert case.check == "failed: 3 wrong values"
 
 
 def test_the_average_does_not_mix_two_runs_in_a_report() -> None:
@@ -65,15 +71,6 @@ def test_the_average_does_not_mix_two_runs_in_a_report() -> None:
     assert "# Avg bus bandwidth    : 0\n" in last_lines()
 
 
-def test_the_slowest_group_counts() -> None:
-    """With -G, the time of a replay of 5 calls is divided by 5."""
-    rows, key = [[20], [5], [10], [15]], {"group_ranks": 2, "cudagraph": 3, "calls": 5}
-    case = derived(rows, [[0, 3], [1, 2]], [0, 0, 2, 1], **key)
-    assert case.metrics["in_place_group_times_s"] == [Estimate(4), Estimate(2)]
-    assert case.metrics["in_place_time_s"] == Estimate(4)
-    assert case.check == "failed: 3 wrong values"
-
-
 def test_spread_of_samples() -> None:
     """Of 1 to 200 us, p99 is the 198th value, the mean is 100.5 and the variance (200^2 - 1) / 12.
     Percentiles are nearest-rank, as in nccl-tests: p99 of few samples is the largest."""
@@ -89,7 +86,7 @@ def planned(flags: str, groups: list[list[int]], device: str = "cpu") -> dict[st
     return collectives.plan(collectives.parse_args(flags.split()), device, groups)
 
 
-def test_counts_are_those_of_nccl_tests() -> None:
+def test_sizes_counts_and_calls() -> None:
     """Two groups of two ranks. A size is rounded down to a multiple of the ranks, and duplicates
     are measured once. An operation that does not reduce has one table, whatever --op."""
     flags = "--collective all_gather,reduce -o sum,max -r 1 -b 2 -e 50 -f 5"
@@ -104,10 +101,7 @@ def test_counts_are_those_of_nccl_tests() -> None:
     assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
     assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # a step of at least one byte
     assert collectives.scan(10, 50, 20, 2.0) == [10, 30, 50]
-
-
-def test_calls_per_sample() -> None:
-    """20 on CUDA, limited to 4 GiB in total. A number given by -n is used unchanged."""
+    # 20 on CUDA, limited to 4 GiB in total. A number given by -n is used unchanged.
     for device, flags, calls in (
         ("cpu", "", [1, 1]),
         ("cuda", "", [20, 4]),
@@ -130,20 +124,15 @@ def measured(size: int, us: float, gb_per_s: float, width: float = 0.01) -> Case
     return Case(key=KEY | {"size_bytes": size, "device": "cpu"}, ranks=[0], metrics=metrics)
 
 
-@pytest.mark.parametrize(
-    ("rest_s", "widths", "spent_s", "shares"),
-    [
+def test_the_rest_of_the_time_is_divided_by_widths() -> None:
+    for rest_s, widths, spent_s, shares in (
         (8.0, [0.1, 0.8], [1.0, 1.0], [1, 7]),  # 10 s in total, as 1 : 8^(2/3) = 1 : 4
         (1.0, [0.1, 0.8], [1.0, 1.0], [0, 1]),  # of 3 s, the first one has had more than 1 / 5
         (6.0, [0.2, 0.2, 0.0], [8.0, 1.0, 5.0], [2, 4, 0]),  # 15 s, as 8^(1/3) : 1 = 2 : 1
         (0.0, [0.1, 0.8], [1.0, 1.0], [0, 0]),
         (5.0, [0.0, 0.0], [1.0, 1.0], [0, 0]),
-    ],
-)
-def test_the_rest_of_the_time_is_divided_by_widths(
-    rest_s: float, widths: list[float], spent_s: list[float], shares: list[float]
-) -> None:
-    assert collectives.divide(rest_s, widths, spent_s) == pytest.approx(shares)
+    ):
+        assert collectives.divide(rest_s, widths, spent_s) == pytest.approx(shares)
 
 
 def test_answer() -> None:

@@ -51,6 +51,10 @@ def test_what_was_imported_counts_however_it_was_found(folder: Path) -> None:
     assert differing(after, loaded()) == ["computed"]
     (folder / "mine.py").unlink()
     assert differing(after, loaded()) == ["computed", "mine"]
+    write(folder / "train.py", "from harness.contents import loaded\nfound = loaded()")
+    found = runpy.run_path(str(folder / "train.py"), run_name="__main__")["found"]
+    assert found["train.py"] == sha256((folder / "train.py").read_bytes()).hexdigest()[:12]
+    assert "__main__" not in found
 
 
 def test_installed_modules_are_not_local(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +78,3 @@ def test_installed_modules_are_not_local(folder: Path, monkeypatch: pytest.Monke
     assert {"editable", "harness.contents", "tests.pure.test_contents"} <= names.keys()
     other = {"theirs", *generated, "json", "sys", "absent", "pytest"}
     assert not other & names.keys()
-
-
-def test_the_main_script_has_the_name_of_its_file(folder: Path) -> None:
-    write(folder / "train.py", "from harness.contents import loaded\nfound = loaded()")
-    found = runpy.run_path(str(folder / "train.py"), run_name="__main__")["found"]
-    assert found["train.py"] == sha256((folder / "train.py").read_bytes()).hexdigest()[:12]
-    assert "__main__" not in found

@@ -147,9 +147,8 @@ def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | Non
 
 
 def test_how_often_a_setting_is_called_the_fastest() -> None:
-    """Simulated with a fixed seed. Of equal settings one is called the fastest in at most 5% of
-    500 runs, plus 2 standard deviations. A setting that is 10 percent faster is nearly always
-    found."""
+    """Of equal settings in at most 5% of 500 runs, plus 2 standard deviations; one that is 10%
+    faster nearly always."""
     rng = np.random.default_rng(5)
     for count in (2, 4, 9):
         said = [named_fastest(rng, [1.0] * count) is not None for _ in range(500)]
@@ -244,7 +243,7 @@ def row(exposed: Estimate, overlap: Estimate | None = None) -> Case:
     return Case(key=key, ranks=[0, 1], metrics=metrics, name="1M/2R")
 
 
-def test_exposed_communication_may_be_nothing_measurable() -> None:
+def test_exposed_communication_and_late_ranks() -> None:
     begin = "m, fp32, buckets of 25 MiB with bf16: DDP on 2 ranks takes 1.20 s (1.10 to 1.30) "
     for exposed, words in (
         (Estimate(-0.3, -0.4, -0.2), "nothing measurable (-0.40 to -0.20 s)"),
@@ -253,13 +252,16 @@ def test_exposed_communication_may_be_nothing_measurable() -> None:
     ):
         [sentence] = ddp_sweep.answer([row(exposed)])
         assert sentence == f"{begin}per step; DDP adds {words} to a step, which takes 1.20 s"
-
-
-def test_ranks_that_are_late_together() -> None:
     case = replace(row(Estimate(0.3, 0.2, 0.4)), ranks=[0, 1, 2, 3])
     case.metrics |= {"late_ranks": [1, 3], "late_wait_s": Estimate(0.5, 0.4, 0.6)}
     late = "; rank 1, rank 3 make the other ranks wait 0.50 s (0.40 to 0.60) of 1.20 s; DDP adds "
     assert late in str(ddp_sweep.answer([case])[0])
+    first, second = row(Estimate(0.3, 0.2, 0.4)), row(Estimate(0.1, 0.05, 0.15))
+    second.key["comm_hook"] = "none"
+    sentences = [str(sentence) for sentence in ddp_sweep.answer([first, second])]
+    begin = "m, fp32, buckets of 25 MiB"
+    assert [x.split(":")[0] for x in sentences] == [f"{begin} with bf16", begin, "m, fp32"]
+    assert sentences[2].endswith("are not ranked; --interleave compares them")
 
 
 def test_overlaps_below_0_and_above_100_percent() -> None:
@@ -275,15 +277,6 @@ def test_overlaps_below_0_and_above_100_percent() -> None:
     for low in (1.1, 0.9):
         [sentence] = ddp_sweep.answer([row(Estimate(-0.1, -0.2, 0), Estimate(1.2, low, 1.3))])
         assert isinstance(sentence, Implausible) == (low > 1)
-
-
-def test_without_interleave_settings_are_not_ranked() -> None:
-    first, second = row(Estimate(0.3, 0.2, 0.4)), row(Estimate(0.1, 0.05, 0.15))
-    second.key["comm_hook"] = "none"
-    sentences = [str(sentence) for sentence in ddp_sweep.answer([first, second])]
-    begin = "m, fp32, buckets of 25 MiB"
-    assert [x.split(":")[0] for x in sentences] == [f"{begin} with bf16", begin, "m, fp32"]
-    assert sentences[2].endswith("are not ranked; --interleave compares them")
 
 
 def test_powersgd_cannot_be_timed_alone() -> None:

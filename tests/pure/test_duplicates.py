@@ -77,7 +77,7 @@ def test_a_third_log(
 COARSE = [f"took {random.Random(i).uniform(1.05, 1.45):.2f} ms\n" for i in range(300)]
 
 
-def test_steady_steps_that_are_rounded_or_cut_off_to_few_digits() -> None:
+def test_steps_with_few_digits() -> None:
     """Steps of 110 ms scatter by 0.1 ms: one decimal has about 1.2 bits, in 57 steps in order."""
     rng = np.random.default_rng(0)
     whole = np.round(110 * (1 + rng.uniform(-0.001, 0.001, 60)), 2)
@@ -85,6 +85,10 @@ def test_steady_steps_that_are_rounded_or_cut_off_to_few_digits() -> None:
     for copy in (np.round(whole[3:] + 1e-9, 1), np.floor(whole[3:] * 10 + 1e-6) / 10):
         found = pairs_in_common([Samples(whole, 0.01), Samples(copy, 0.1), Samples(other, 0.01)])
         assert found == {frozenset((0, 1))}
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        for kind, runs in steps_of(rng).items():
+            assert not pairs_in_common(runs), kind
 
 
 def test_equal_times_that_may_be_chance(tmp_path: Path) -> None:
@@ -150,13 +154,6 @@ def steps_of(rng: np.random.Generator) -> dict[str, list[Samples]]:
             samples = Samples(np.round(1.23 * factor * times, 2), 0.01)
             runs.setdefault(kind, []).append(samples)
     return runs
-
-
-def test_independent_runs_with_few_digits_are_no_copies() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        for kind, runs in steps_of(rng).items():
-            assert not pairs_in_common(runs), kind
 
 
 def test_only_the_copied_cases_are_left_out(tmp_path: Path) -> None:

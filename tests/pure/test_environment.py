@@ -291,14 +291,3 @@ def test_a_run_is_disturbed_above_a_tenth_of_the_cores() -> None:
     assert taken() is None  # while two commands are interleaved
     assert taken(*quiet) is None
     assert taken(busy, busiest, *quiet) == busiest
-
-
-def test_cpu_load_can_be_copied_into_a_training_loop(tmp_path: Path) -> None:
-    """A copy of cpu_load.py needs neither torch nor this project."""
-    copy = tmp_path / "cpu_load.py"
-    copy.write_text(Path(cpu_load.__file__).read_text())
-    code = "import sys, cpu_load; print(cpu_load.CpuLoad().of_others().cores > 0)\n"
-    code += "print('torch' in sys.modules)"
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert run.stdout == "True\nFalse\n", run.stderr

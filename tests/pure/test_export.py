@@ -35,16 +35,13 @@ def export(*words: str) -> str:
     return done.stdout
 
 
-def test_csv(report: str) -> None:
+def test_csv_and_github_action_benchmark(report: str) -> None:
     rows = list(csv.DictReader(io.StringIO(export(report, "--to", "csv"))))
     assert len(rows) == 3  # two metrics of one case and one of another; the failed case has none
     names = ("case", "key.model", "metric", "value", "low", "high", "n")
     expected = ["no ddp", "resnet18", "step_s", "0.15", "0.1", "0.2", "2"]
     assert [rows[1][name] for name in names] == expected
-
-
-def test_github_action_benchmark(report: str) -> None:
-    """Entries that its extract.ts reads: name, unit, value, and optionally range and extra."""
+    # Entries that its extract.ts reads: name, unit, value, and optionally range and extra.
     rows = json.loads(export(report, "--to", "gha"))
     about = {"name": "ddp_sweep/no ddp/step_s", "unit": "s", "value": 0.15}
     assert rows[1] == about | {"range": "± 0.05", "extra": "2 iterations"}

@@ -14,6 +14,13 @@ from tests.process import ROOT, environment
 BF16_SUMS = "bf16_reduced_precision_reduction"
 # What a model does, and a part of the line about it: a row for each way of finding settings
 CODES = [
+    ("torch.set_num_threads(torch.get_num_threads() + 1)", "the number of threads from "),
+    (
+        "torch.set_default_dtype(torch.float64)",
+        "default dtype from torch.float32 to torch.float64;",
+    ),
+    ("torch.set_grad_enabled(False)", "the gradient mode from True to False; it was restored"),
+    ("torch.set_default_device('meta')", "the default device from cpu to meta; it was restored"),
     ("backends.cuda.matmul.fp32_precision = 'tf32'", "fp32_precision of cuda matmul from none"),
     ("backends.cudnn.conv.fp32_precision = 'ieee'", "cuda conv from tf32 to ieee"),
     ("backends.cudnn.fp32_precision = 'ieee'", "fp32_precision of cuda all, cuda matmul from"),
@@ -51,6 +58,7 @@ CODES = [
     ("signal.signal(signal.SIGUSR1, print)", "the handler of SIGUSR1 from SIG_DFL to print;"),
     ("os.umask(0)", "the umask from 027 to 000; it was restored"),
     ("os.chdir('/')", "the working directory from "),
+    ("sys.path.append('/a/library')", "sys.path (/a/library); it applies to this model only"),
     ("sys.argv[:] = ['x']", "sys.argv from ['-c'] to ['x']; it applies to this"),
     ("__import__('builtins').print = repr", "builtins.print from print to repr; it applies to th"),
     ("torch._dynamo.config.suppress_errors = True", "torch._dynamo.config.suppress_errors from"),

@@ -271,33 +271,29 @@ def test_recordings_of_different_steps_are_refused(steps: tuple[int, ...]) -> No
     assert re.search(r"same number of steps .*; rank \d has [01], rank \d has 2", why)
 
 
-@pytest.mark.parametrize(
-    ("args", "ranks"),
-    [
-        ({"Process Group Ranks": "[0, 1, ...]", "Process Group Name": "9"}, (0, 1, 2)),
-        ({"Process Group Ranks": "[0, 1]", "Process Group Name": "9"}, (0, 1)),
-        ({"Process Group Ranks": "", "Global rank start": 1, "Global rank stride": 4}, (1, 5)),
-        ({"Process Group Ranks": "", "Global rank start": -1, "Global rank stride": -1}, ()),
-    ],
-)
-def test_the_ranks_of_a_group(tmp_path: Path, args: Any, ranks: Any) -> None:
-    (call,) = of_kineto(tmp_path, comm(2000, **args)).calls
-    assert call.team[1] == ranks
+NAMED = {"Process Group Name": "9"}
+UNKNOWN = {"Process Group Ranks": "", "Global rank start": -1, "Global rank stride": -1}
+TO_ALL = {"Collective name": "all_to_allv"}
 
 
 @pytest.mark.parametrize(
-    ("args", "problem"),
+    ("args", "ranks", "problem"),
     [
-        ({"Collective name": "all_to_allv", "In split size": "[512, 512]"}, ""),
-        ({"Collective name": "all_to_allv", "In split size": "[1, 1023]"}, replay.UNEVEN),
-        ({"Collective name": "all_to_allv", "Out split size": "[512, ...]"}, replay.UNEVEN),
-        ({"Collective name": "allreduce_sparse"}, "this operation is not replayed"),
-        ({"dtype": "ComplexFloat"}, "this dtype is not known"),
+        ({"Process Group Ranks": "[0, 1, ...]"} | NAMED, (0, 1, 2), ""),
+        ({"Process Group Ranks": "[0, 1]"} | NAMED, (0, 1), ""),
+        (UNKNOWN | {"Global rank start": 1, "Global rank stride": 4}, (1, 5), ""),
+        (UNKNOWN, (), "the ranks of its group are not recorded"),
+        (TO_ALL | {"In split size": "[512, 512]"}, (0, 1), ""),
+        (TO_ALL | {"In split size": "[1, 1023]"}, (0, 1), replay.UNEVEN),
+        (TO_ALL | {"Out split size": "[512, ...]"}, (0, 1), replay.UNEVEN),
+        ({"Collective name": "allreduce_sparse"}, (0, 1), "this operation is not replayed"),
+        ({"dtype": "ComplexFloat"}, (0, 1), "this dtype is not known"),
     ],
 )
-def test_operations_that_cannot_be_replayed(tmp_path: Path, args: Any, problem: str) -> None:
+def test_a_call_of_a_trace(tmp_path: Path, args: Any, ranks: Any, problem: str) -> None:
     (call,) = of_kineto(tmp_path, comm(2000, **args)).calls
-    assert call.problem == problem
+    assert (call.team[1], bool(call.problem)) == (ranks, bool(problem))
+    assert problem in call.problem
 
 
 def test_a_trace_without_collectives_or_sizes(tmp_path: Path) -> None:

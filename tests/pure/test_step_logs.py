@@ -47,6 +47,14 @@ def check(
 
 
 FIRST_OF_TWO = r"got 2, .*; e.g. --step 'fwd time: \(\[\\d.\]\+\)'"
+# not in s: rates and times, next to the number on either side
+OTHER_UNITS = [
+    *("2.5 steps/S", "2.5 /s", "2.5/ s", "(it/s): 2.5", "2.5 it per s", "2.5 tok/GPU/s"),
+    *("2.5 widgets/s", "2.5 fps", "2.5 (ips)", "2.5 [1/s]", "[1/s]: 2.5", "2.5 (s^-1)"),
+    *("2.5 s**-1", "2.5 it s^{-1}", "s^-1: 2.5", "2.5 it\u00b7s\u207b\u00b9", "2.5 (ms)", "2.5 MS"),
+    *("2.5, ms", "2.5\tms", "2.5\u00a0ms", "2.5-ms", "2.5_ms", "(ms): 2.5", "ms=2.5", "2.5 millis"),
+    *("2.5 Milliseconds", '2.5, "unit": "ms"'),
+]
 NUMBER = r"took ([\d.]+)"
 
 
@@ -93,38 +101,75 @@ NUMBER = r"took ([\d.]+)"
             "1/s",
             "line 2: .* per step, .* line 1, got .* sam",
         ),
+        # the unit in the line
+        ("it 1: 2.0it/s\nit 2: 1.5kit/s\n", r": ([\d.]+)", "1/s", [0.5, 1 / 1500]),
+        ("tps: 12.5k\ntps: 980\n", r"tps: ([\d.]+)", "1/s", [1 / 12500, 1 / 980]),
+        ("took 5 ms\ntook 1.2 s\n", NUMBER, "ms", "line 2: expected numbers in ms"),
+        ("took 5 min\n", NUMBER, "s", "line 1: expected numbers in s, got '5 min'"),
+        ("took 0.02s\n", NUMBER, "1/s", "line 1: expected numbers in 1/s, got '0.02s'"),
+        ("it 1: 2.0it/s\nit 2: 30 it/min\n", r": ([\d.]+)", "1/s", [0.5, 2.0]),
+        ("at 2 steps per second\n", r"at ([\d.]+)", "s", "expected numbers in s, got '2 steps p"),
+        ("took 5 s/100it\n", r"took ([\d.]+) s", "s", "of one step, got '5 s/100it'"),
+        ("at 4 Hz\n", r"at ([\d.]+)", "s", "expected numbers in s, got '4 Hz'"),
+        ("30 it/min\n", r"([\d.]+)", "1/s", [2.0]),
+        ("it/min: 30\nit/s: 3\n", r": ([\d.]+)", "1/s", [2.0, 1 / 3]),
+        ("1.5K tok/s\n800 tok/s\n", r"([\d.]+)", "1/s", [1 / 1500, 1 / 800]),
+        # the name of the next field is not a unit
+        ("took 5 s: 7\n", NUMBER, "ms", [0.005]),
+        ("took 5, ms 7\n", NUMBER, "s", [5.0]),
+        ("took 5 (min 4)\n", NUMBER, "s", [5.0]),
+        ("3.2 it/s 0.31\n", r" ([\d.]+)$", "s", [0.31]),  # nor is that of another number
+        # a name of which only --unit says what it means
+        ("iter_s: 5\n", r": ([\d.]+)", "1/s", [0.2]),
+        ("latency/ms: 5\n", r": ([\d.]+)", "ms", [0.005]),
+        ("widgets/s: 5\n", r": ([\d.]+)", "1/s", [0.2]),
+        *((f"t {text}\n", r"(2\.5)", "s", "line 1: expected numbers in s") for text in OTHER_UNITS),
+        # no number, or a part of one
+        ("step 1\nloss 2.5\n\n", MS, "s", r"x.log: expected lines with 'took .*', got none in 4; "),
+        ("step 1\nloss 2.5\n\n", MS, "s", "e.g. its last line is 'loss 2.5'"),
+        ("", MS, "s", "x.log: expected lines with .*, got none in 1$"),
+        (
+            "ok\ntook N/A ms\n",
+            r"took (\S+) ms",
+            "ms",
+            "line 2: expected a number above 0, got 'N/A'",
+        ),
+        *(
+            (
+                f"took {bad} ms\n",
+                r"took (\S+) ms",
+                "ms",
+                f"line 1: expected a number .*, got '{bad}'",
+            )
+            for bad in ("0.0", "nan", "1.2.3", "-5", "1e400")
+        ),
+        ("took 1e30\n", r"took (\S+)", "s", "has a time outside of 1e-12 to 1e.09 s"),
+        # parts of numbers
+        ("tps: 6,123\n", r"tps: ([\d.]+)", "s", "the whole number '6,123', got '6'; e.g. "),
+        ("t=1.2e-05\n", r"t=([\d.]+)", "s", r"the whole number '1.2e-05', got '1.2'; e.g. \(\["),
+        ("t=12.5\n", r"t=(\d+)", "s", "the whole number '12.5', got '12'"),
+        ("12.5ms\n", r"(\d+)ms", "s", "the whole number '12.5', got '5'"),
+        ("1,234.5 it/s\n", r"([\d.]+) it/s", "s", "the whole number '1,234.5', got '234.5'"),
+        ("1 s 2 s\n", r"(\d) s (\d) s", "s", "one group of --step to match, got 2 in '1 s 2 s'"),
+        ("took 1 ms\n", r"took( \d+\.)? 1 ms", "ms", "one group of --step to match, got 0"),
+        # fields of JSON
+        ('{"perf": {"step_ms": 250}}', "perf.step_ms", "", [0.25]),
+        ('{"perf": {"step_ms": 250}}', "perf.step", "s", "a field 'perf.step'.*fields are perf"),
+        ("tps 5", "tps", "s", "expected JSON with a field 'tps', or a pattern"),
+        ('{"step_time": 250, "unit": "ms", "loss_unit": "nats"}', "step_time", "ms", [0.25]),
+        ('{"step_time": 250, "unit": "ms"}', "step_time", "s", "in s, got 'unit: ms'; e.g. --unit"),
+        ('{"tps": [1]}', "tps", "1/s", "line 1: expected a number in 'tps', got a list"),
     ],
 )
 def test_numbers(text: str, words: str, unit: str, expected: list[float] | str) -> None:
     check(expected, text, words, unit)
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "skip", "expected"),
-    [
-        ("step 1\nloss 2.5\n\n", MS, 0, r"x.log: expected lines with 'took .*', got none in 4; "),
-        ("step 1\nloss 2.5\n\n", MS, 0, "e.g. its last line is 'loss 2.5'"),
-        ("", MS, 0, "x.log: expected lines with .*, got none in 1$"),
-        ("took nan ms\ntook 3 ms\n", r"took (\S+) ms", 1, [0.003]),
-        ("took 1 ms\ntook 2 ms\n", MS, 2, "2 matches of --step, and --skip 2 leaves none; e.g."),
-        ("ok\ntook N/A ms\n", r"took (\S+) ms", 0, "line 2: expected a number above 0, got 'N/A'"),
-        *(
-            (f"took {bad} ms\n", r"took (\S+) ms", 0, f"line 1: expected a number .*, got '{bad}'")
-            for bad in ("0.0", "nan", "1.2.3", "-5", "1e400")
-        ),
-        ("took 1e30\n", r"took (\S+)", 0, "has a time outside of 1e-12 to 1e.09 s"),
-        # parts of numbers
-        ("tps: 6,123\n", r"tps: ([\d.]+)", 0, "the whole number '6,123', got '6'; e.g. "),
-        ("t=1.2e-05\n", r"t=([\d.]+)", 0, r"the whole number '1.2e-05', got '1.2'; e.g. \(\["),
-        ("t=12.5\n", r"t=(\d+)", 0, "the whole number '12.5', got '12'"),
-        ("12.5ms\n", r"(\d+)ms", 0, "the whole number '12.5', got '5'"),
-        ("1,234.5 it/s\n", r"([\d.]+) it/s", 0, "the whole number '1,234.5', got '234.5'"),
-        ("1 s 2 s\n", r"(\d) s (\d) s", 0, "one group of --step to match, got 2 in '1 s 2 s'"),
-        ("took 1 ms\n", r"took( \d+\.)? 1 ms", 0, "one group of --step to match, got 0"),
-    ],
-)
-def test_an_invalid_match(text: str, words: str, skip: int, expected: list[float] | str) -> None:
-    check(expected, text, words, "ms" if " ms" in text else "s", skip)
+def test_the_first_matches_are_skipped() -> None:
+    """They need not be numbers."""
+    assert seconds("took nan ms\ntook 3 ms\n", r"took (\S+) ms", "ms", skip=1) == [0.003]
+    told = "2 matches of --step, and --skip 2 leaves none; e.g."
+    check(told, "took 1 ms\ntook 2 ms\n", MS, "ms", skip=2)
 
 
 def flags(*words: str) -> argparse.Namespace:
@@ -187,47 +232,6 @@ def test_the_unit_next_to_the_group(expected: tuple[bool, float, str] | None) ->
 )
 def test_a_unit_that_contradicts_the_pattern(words: str, unit: str, message: str) -> None:
     assert re.search(message, refused(steps_of, flags("--step", words, "--unit", unit), {}))
-
-
-# not in s: rates and times, next to the number on either side
-OTHER_UNITS = [
-    *("2.5 steps/S", "2.5 /s", "2.5/ s", "(it/s): 2.5", "2.5 it per s", "2.5 tok/GPU/s"),
-    *("2.5 widgets/s", "2.5 fps", "2.5 (ips)", "2.5 [1/s]", "[1/s]: 2.5", "2.5 (s^-1)"),
-    *("2.5 s**-1", "2.5 it s^{-1}", "s^-1: 2.5", "2.5 it\u00b7s\u207b\u00b9", "2.5 (ms)", "2.5 MS"),
-    *("2.5, ms", "2.5\tms", "2.5\u00a0ms", "2.5-ms", "2.5_ms", "(ms): 2.5", "ms=2.5", "2.5 millis"),
-    *("2.5 Milliseconds", '2.5, "unit": "ms"'),
-]
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "unit", "expected"),
-    [
-        ("it 1: 2.0it/s\nit 2: 1.5kit/s\n", r": ([\d.]+)", "1/s", [0.5, 1 / 1500]),
-        ("tps: 12.5k\ntps: 980\n", r"tps: ([\d.]+)", "1/s", [1 / 12500, 1 / 980]),
-        ("took 5 ms\ntook 1.2 s\n", NUMBER, "ms", "line 2: expected numbers in ms"),
-        ("took 5 min\n", NUMBER, "s", "line 1: expected numbers in s, got '5 min'"),
-        ("took 0.02s\n", NUMBER, "1/s", "line 1: expected numbers in 1/s, got '0.02s'"),
-        ("it 1: 2.0it/s\nit 2: 30 it/min\n", r": ([\d.]+)", "1/s", [0.5, 2.0]),
-        ("at 2 steps per second\n", r"at ([\d.]+)", "s", "expected numbers in s, got '2 steps p"),
-        ("took 5 s/100it\n", r"took ([\d.]+) s", "s", "of one step, got '5 s/100it'"),
-        ("at 4 Hz\n", r"at ([\d.]+)", "s", "expected numbers in s, got '4 Hz'"),
-        ("30 it/min\n", r"([\d.]+)", "1/s", [2.0]),
-        ("it/min: 30\nit/s: 3\n", r": ([\d.]+)", "1/s", [2.0, 1 / 3]),
-        ("1.5K tok/s\n800 tok/s\n", r"([\d.]+)", "1/s", [1 / 1500, 1 / 800]),
-        # the name of the next field is not a unit
-        ("took 5 s: 7\n", NUMBER, "ms", [0.005]),
-        ("took 5, ms 7\n", NUMBER, "s", [5.0]),
-        ("took 5 (min 4)\n", NUMBER, "s", [5.0]),
-        ("3.2 it/s 0.31\n", r" ([\d.]+)$", "s", [0.31]),  # nor is that of another number
-        # a name of which only --unit says what it means
-        ("iter_s: 5\n", r": ([\d.]+)", "1/s", [0.2]),
-        ("latency/ms: 5\n", r": ([\d.]+)", "ms", [0.005]),
-        ("widgets/s: 5\n", r": ([\d.]+)", "1/s", [0.2]),
-        *((f"t {text}\n", r"(2\.5)", "s", "line 1: expected numbers in s") for text in OTHER_UNITS),
-    ],
-)
-def test_a_unit_in_the_line(text: str, words: str, unit: str, expected: list[float] | str) -> None:
-    check(expected, text, words, unit)
 
 
 # pattern -> what is joined, and the part of it that the pattern would read
@@ -356,21 +360,6 @@ def test_a_field_of_json(name: str) -> None:
     found = found_in(FIELDS[name], steps, name)
     assert (found.times_s, steps.measure) == ([0.5, 0.25], "step")
     assert found.last_digit == pytest.approx(0.01 / 0.375)
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "unit", "expected"),
-    [
-        ('{"perf": {"step_ms": 250}}', "perf.step_ms", "", [0.25]),
-        ('{"perf": {"step_ms": 250}}', "perf.step", "s", "a field 'perf.step'.*fields are perf"),
-        ("tps 5", "tps", "s", "expected JSON with a field 'tps', or a pattern"),
-        ('{"step_time": 250, "unit": "ms", "loss_unit": "nats"}', "step_time", "ms", [0.25]),
-        ('{"step_time": 250, "unit": "ms"}', "step_time", "s", "in s, got 'unit: ms'; e.g. --unit"),
-        ('{"tps": [1]}', "tps", "1/s", "line 1: expected a number in 'tps', got a list"),
-    ],
-)
-def test_other_fields(text: str, words: str, unit: str, expected: list[float] | str) -> None:
-    check(expected, text + "\n", words, unit)
 
 
 # -- compare.py ------------------------------------------------------------------------------------

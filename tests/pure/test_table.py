@@ -66,16 +66,9 @@ def test_a_row_without_room_repeats_the_header_with_fewer_columns() -> None:
     blank, header, _, row = table.row(case(**NUMBERS | {"bb": 1e6})).splitlines()
     assert (blank, header.split()) == ("", ["a", "bb", "ccc"])
     assert row.split() == ["1.00", "1000000.00", "1.00"]
-    assert table.row(case(**NUMBERS)).split() == ["1.00"] * 3
+    row = table.row(case(**NUMBERS))
+    assert (row.split(), len(row)) == (["1.00"] * 3, 26)
     assert table.count == 3
-
-
-def test_a_row_is_as_narrow_as_the_table() -> None:
-    table = Table(COLUMNS)
-    table.max_width = 22
-    first = table.row(case(**NUMBERS)).splitlines()
-    assert first[0].split() == ["a", "bb", "ccc"]
-    assert {len(line) for line in [*first[1:], table.row(case(**NUMBERS))]} == {22}
 
 
 def test_an_interval_is_shown_by_its_ends() -> None:
