@@ -12,6 +12,11 @@ from torch.nn.functional import cross_entropy, normalize
 Made = tuple[nn.Module, Any, Any]
 
 
+def made(model: nn.Module, device: torch.device, rows: int = 8) -> Made:
+    """With a batch of 8 columns."""
+    return model.to(device), torch.randn(rows, 8, device=device), lambda y: y.square().mean()
+
+
 class Sum(torch.autograd.Function):
     """The sum over the ranks of a group, of gradients too."""
 
@@ -77,14 +82,12 @@ class SharedNorm(nn.Module):
 
 
 def norm(device: torch.device) -> Made:
-    model = nn.Sequential(nn.Linear(8, 16), SharedNorm(), nn.Linear(16, 4)).to(device)
-    return model, torch.randn(8, 8, device=device), lambda y: y.square().mean()
+    return made(nn.Sequential(nn.Linear(8, 16), SharedNorm(), nn.Linear(16, 4)), device)
 
 
 def sync_batch_norm(device: torch.device) -> Made:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
-    return model, torch.randn(8, 8, device=device), lambda y: y.square().mean()
+    return made(nn.SyncBatchNorm.convert_sync_batchnorm(model), device)
 
 
 class InGroup(nn.Linear):
@@ -105,7 +108,7 @@ class InGroup(nn.Linear):
 
 
 def own_group(device: torch.device) -> Made:
-    return InGroup().to(device), torch.randn(8, 8, device=device), lambda y: y.square().mean()
+    return made(InGroup(), device)
 
 
 class Experts(nn.Module):
@@ -123,11 +126,11 @@ class Experts(nn.Module):
 
 
 def experts(device: torch.device) -> Made:
-    return Experts().to(device), torch.randn(12, 8, device=device), lambda y: y.square().mean()
+    return made(Experts(), device, 12)
 
 
 def plain(device: torch.device) -> Made:
-    return nn.Linear(8, 4).to(device), torch.randn(8, 8, device=device), lambda y: y.square().mean()
+    return made(nn.Linear(8, 4), device)
 
 
 class Leaves(nn.Linear):
@@ -145,7 +148,7 @@ class Leaves(nn.Linear):
 
 
 def leaves(device: torch.device, passes: int = 8) -> Made:
-    return Leaves(passes).to(device), torch.randn(8, 8, device=device), lambda y: y.square().mean()
+    return made(Leaves(passes), device)
 
 
 def fails_before_group(device: torch.device) -> Made:

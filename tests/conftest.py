@@ -12,14 +12,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import quotients
-from tests.process import ROOT, Bench, Process, Run, Start, Warm, command_of, environment
+from tests.process import (
+    ROOT,
+    Bench,
+    Process,
+    Run,
+    Start,
+    Warm,
+    command_of,
+    environment,
+    free_port,
+)
 
 MARKS = {
     "smoke": "starts torchrun: a script as its user runs it",
@@ -154,6 +164,32 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
     # a warning of Python or torch would interrupt a table
     lines = [line for process in started for line in (process.out + process.err).splitlines()]
     assert [line for line in lines if "Warning" in line] == []
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
+    """by_hand(command of rank 0, of rank 1, ..., last={}, NAME="value") -> Warm: without torchrun.
+
+    last: further variables of the last rank.
+    """
+    started: list[Warm] = []
+
+    def begin(*commands: str, last: dict[str, str] | None = None, **variables: str) -> Warm:
+        job = environment(WORLD_SIZE=str(len(commands)), MASTER_PORT=str(free_port()))
+        job = {name: value for name, value in job.items() if not name.startswith("NCCL_")}
+        job |= {"MASTER_ADDR": "127.0.0.1"} | variables
+        envs = [job | {"RANK": str(rank)} for rank in range(len(commands))]
+        if of_node := int(variables.get("LOCAL_WORLD_SIZE", "0")):
+            envs = [env | {"LOCAL_RANK": str(rank % of_node)} for rank, env in enumerate(envs)]
+        envs[-1] |= last or {}
+        words = [command.split() for command in commands]
+        ranks = [[sys.executable, str(ROOT / script), *flags] for script, *flags in words]
+        started.append(Warm(ranks, tmp_path, envs))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.stop()
 
 
 @pytest.fixture

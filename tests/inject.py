@@ -1,8 +1,8 @@
 """Run a script with injected faults: inject.py FAULT[,FAULT...] SCRIPT FLAGS...
 
 A fault patches functions of torch or Python, never of the project. The project's checks and its
-watchdog therefore report what they would report on a faulty machine. Unless its docstring names
-another rank, a fault affects rank 1.
+watchdog therefore report what they would report on a faulty machine. Unless a comment or docstring
+names another rank, a fault affects rank 1.
 """
 
 import copy
@@ -27,11 +27,12 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.futures import Future
 
 RANK = int(os.environ.get("RANK", "0"))
 LAST = int(os.environ.get("WORLD_SIZE", "1")) - 1
-FAULTS: dict[str, Callable[[], None]] = {}
+FAULTS: dict[str, Callable[[], object]] = {}
 
 
 def fault(function: Callable[[], None]) -> Callable[[], None]:
@@ -82,10 +83,6 @@ def wait(seconds: float) -> None:
     planted_s += seconds
 
 
-def waiting(seconds: float) -> Callable[[], None]:
-    return partial(wait, seconds)
-
-
 def busy(seconds: float) -> None:
     """Wait in a busy loop."""
     end = time.perf_counter() + seconds
@@ -100,21 +97,38 @@ def nudge(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# -- what happens before a call --------------------------------------------------------------------
+def limit_files(size: int) -> None:
+    """Files of this process cannot grow beyond a size."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-hang = waiting(600)
+def report() -> str:
+    return sys.argv[sys.argv.index("--json") + 1]
+
+
+def save_and_die() -> None:
+    shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
+    die()
+
+
+def out_of_range() -> None:
+    """Afterwards the GPU fails in every further call."""
+    torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()
+
+
+hang = partial(wait, 600)
 stop = partial(signal.raise_signal, signal.SIGSTOP)  # like a debugger
 die = partial(signal.raise_signal, signal.SIGKILL)  # like the kernel when memory is exhausted
 full_memory = raising(torch.OutOfMemoryError, "out of memory")
-small_files = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 STEP = "torch.optim.SGD.step"
 NEW_OPTIMIZER = "torch.optim.SGD.__init__"
+DDP = "torch.nn.parallel.DistributedDataParallel"
 MODEL = "torchvision.models.get_model"
 GRAPH = "torch.cuda.CUDAGraph.replay"
 TRACED = "torch.profiler.record_function.__enter__"
 ADD = "torch.Tensor.add_"
 ANSWER = "torch.distributed.rpc.internal._run_function"
+CALL = "torch.distributed.rpc.rpc_sync"
 WRITE = "torch.distributed.checkpoint.filesystem._write_item"
 DECODE = "torchvision.transforms.v2.functional.pil_to_tensor"
 # function, number of the call (None: each), action before the call, rank (None: all)
@@ -124,18 +138,23 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     "stops": (STEP, 12, stop, 1),
     "leaves": (STEP, 12, partial(os._exit, 0), 1),
     "rank-0-leaves": (STEP, 12, partial(os._exit, 0), 0),
+    "device-assert": (STEP, 12, out_of_range, 0),
+    "report-removed": (STEP, 12, lambda: os.unlink(report()), 0),
     "stops-in-all-reduce": ("torch.distributed.all_reduce", 60, stop, 1),  # in a timed block
-    "slow-rank": (STEP, None, waiting(0.15), 1),  # longer than delays on a busy machine
-    "slow-optimizer": (NEW_OPTIMIZER, 1, waiting(12), 1),
+    "slow-rank": (STEP, None, partial(wait, 0.15), 1),  # longer than delays on a busy machine
+    "slow-optimizer": (NEW_OPTIMIZER, 1, partial(wait, 12), 1),
     # in the second model of a case
     "twin-raises": (NEW_OPTIMIZER, 2, raising(torch.OutOfMemoryError, "no memory for a twin"), 1),
     "build-raises": (MODEL, 1, full_memory, 1),
     "stuck-in-build": (MODEL, 1, hang, 1),
     "graph-raises": (GRAPH, 4, raising(RuntimeError, "a graph is broken"), 1),
     "profiler-raises": (TRACED, None, raising(RuntimeError, "no profiler"), 1),
-    # while the second line of the report is written to disk
+    # while the second line of the report is written to disk: `no ddp`
     "disk-hangs": ("os.fsync", 2, hang, 0),
-    "slow-files": ("os.fsync", None, waiting(3.5), 0),
+    "full-disk": ("os.fsync", 2, lambda: limit_files(os.path.getsize(report()) + 100), 0),
+    "slow-files": ("os.fsync", None, partial(wait, 3.5), 0),
+    "late-call": (CALL, 60, partial(wait, 5), 1),
+    "failing-call": (CALL, 110, raising(MemoryError, "no room for the gradients"), 1),
     # when rank 2, a server, adds its 40th gradient
     "server-raises": (ADD, 40, full_memory, 2),
     "dies-as-rpc-starts": ("torch.distributed.all_gather_object", 1, die, 1),
@@ -143,9 +162,10 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     "slow-sends": ("torch.distributed.batch_isend_irecv", None, partial(busy, 0.002), 2),
     # for each tensor of a checkpoint
     "slow-writer": (WRITE, None, partial(busy, 0.005), None),
-    "disk-fills": (WRITE, 250, small_files, 1),
+    "disk-fills": (WRITE, 250, partial(limit_files, 4096), 1),
+    "dies-in-save": (WRITE, 250, save_and_die, 1),
     # for each image; workers of a DataLoader have the fault if they are forked: --start-method fork
-    "slow-decoder": (DECODE, None, waiting(0.005), None),
+    "slow-decoder": (DECODE, None, partial(wait, 0.005), None),
 }
 
 
@@ -160,7 +180,7 @@ def planted_time() -> None:
     time.perf_counter = lambda: planted_s + next(looks) * 1e-6
 
 
-# -- machine: a rank that dies or is missing, a full disk, a closed stdout -------------------------
+# -- machine: a rank that dies or is missing, a closed stdout --------------------------------------
 
 
 @fault
@@ -219,17 +239,6 @@ def default_group_fails() -> None:
 
 
 @fault
-def device_assert() -> None:
-    """Rank 0 uses an index out of range on its GPU, which then fails in every further call."""
-
-    def out_of_range() -> None:
-        row = torch.zeros(4, device="cuda")
-        row[torch.tensor([9], device="cuda")].sum().item()
-
-    in_call(STEP, 12, out_of_range, rank=0)
-
-
-@fault
 def cyclic_graphs() -> None:
     """Each CUDA graph is in a reference cycle, so that only the garbage collector frees it."""
 
@@ -270,24 +279,6 @@ def reader_gone() -> None:
         os.dup2(writing, 1)
 
 
-@fault
-def full_disk() -> None:
-    """Files of rank 0 cannot grow once `no ddp` is in the report. Not from a step on: limits that a
-    step sets are restored after the case."""
-
-    def limit() -> None:
-        size = os.path.getsize(sys.argv[sys.argv.index("--json") + 1])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
-
-    in_call("os.fsync", 2, limit, rank=0)  # the first one syncs the first line
-
-
-@fault
-def report_removed() -> None:
-    """The report of rank 0 is removed."""
-    in_call(STEP, 12, lambda: os.unlink(sys.argv[sys.argv.index("--json") + 1]), rank=0)
-
-
 # -- training: gradients, replicas, the axes of a mesh ---------------------------------------------
 
 
@@ -295,8 +286,8 @@ def report_removed() -> None:
 def drifting_replica() -> None:
     """The optimizer of rank 1 also changes one weight to the next larger number."""
 
-    def step(real: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        real(optimizer, *args, **kwargs)
+    def step(real: Any, optimizer: Any, *args: Any) -> None:
+        real(optimizer, *args)
         nudge(optimizer.param_groups[0]["params"][0])
 
     patch(STEP, step)
@@ -315,22 +306,21 @@ def optimizer_communicates() -> None:
         real(optimizer, *args, **kwargs)
         optimizer.group = groups.pop() if groups else None
 
-    def step(real: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        real(optimizer, *args, **kwargs)
+    def step(real: Any, optimizer: Any, *args: Any) -> None:
+        real(optimizer, *args)
         if optimizer.group:
             weight = optimizer.param_groups[0]["params"][0]
             dist.broadcast(weight.data, group_src=0, group=optimizer.group)
 
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
-    patch("torch.nn.parallel.DistributedDataParallel.__init__", wrap, rank=None)
-    patch("torch.optim.SGD.__init__", make, rank=None)
-    patch("torch.optim.SGD.step", step, rank=None)
+    patch(f"{DDP}.__init__", wrap, rank=None)
+    patch(NEW_OPTIMIZER, make, rank=None)
+    patch(STEP, step, rank=None)
 
 
 @fault
 def unaveraged_gradients() -> None:
     """Each rank keeps its own gradients, under DDP and under fully_shard."""
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     def init(real: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         real(model, *args, **kwargs)
@@ -340,39 +330,46 @@ def unaveraged_gradients() -> None:
         parts = input.chunk(input.numel() // output.numel())
         output.copy_(parts[RANK]).mul_(2)
 
-    patch("torch.nn.parallel.DistributedDataParallel.__init__", init, rank=None)
-    patch("torch.distributed.reduce_scatter_tensor", keep_own_part, rank=None)
-    if hasattr(dist, "reduce_scatter_single"):  # not in torch 2.11
-        patch("torch.distributed.reduce_scatter_single", keep_own_part, rank=None)
+    patch(f"{DDP}.__init__", init, rank=None)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # of older and newer torch
+        if hasattr(dist, name):
+            patch(f"torch.distributed.{name}", keep_own_part, rank=None)
+
+
+Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
+
+
+def replace_hooks(change: Callable[[Hook], Hook]) -> None:
+    """Register `change(hook)` in place of each hook of DDP, on all ranks."""
+    register = f"{DDP}.register_comm_hook"
+    patch(register, lambda real, ddp, state, hook: real(ddp, state, change(hook)), rank=None)
 
 
 @fault
 def stops_averaging() -> None:
     """After 12 buckets the hook of each rank returns only its own gradients."""
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
-    def register(real: Any, model: Any, state: Any, hook: Any) -> None:
-        calls = itertools.count(1)
-
-        def stopping(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def change(hook: Hook) -> Hook:
+        def stopping(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
             return (hook if next(calls) <= 12 else noop_hook)(state, bucket)
 
-        real(model, state, stopping)
+        calls = itertools.count(1)
+        return stopping
 
-    patch("torch.nn.parallel.DistributedDataParallel.register_comm_hook", register, rank=None)
+    replace_hooks(change)
 
 
 @fault
 def adds_instead() -> None:
     """The hook of each rank returns the sum of the gradients instead of their mean."""
 
-    def register(real: Any, model: Any, state: Any, hook: Any) -> None:
-        def adding(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def change(hook: Hook) -> Hook:
+        def adding(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
             return hook(state, bucket).then(lambda mean: mean.value() * (LAST + 1))
 
-        real(model, state, adding)
+        return adding
 
-    patch("torch.nn.parallel.DistributedDataParallel.register_comm_hook", register, rank=None)
+    replace_hooks(change)
 
 
 @fault
@@ -411,12 +408,11 @@ def slow_axis() -> None:
 
     def count() -> None:
         nonlocal calls
-        if calls == 0:  # a step of a part without this axis
-            return
-        steps_by_calls[calls] += 1
-        calls = 0
-        ((most, _),) = steps_by_calls.most_common(1)
-        Path(os.environ["CALLS"]).write_text(json.dumps({slow: most}))
+        if calls:  # not a step of a part without this axis
+            steps_by_calls[calls] += 1
+            calls = 0
+            ((most, _),) = steps_by_calls.most_common(1)
+            Path(os.environ["CALLS"]).write_text(json.dumps({slow: most}))
 
     def delayed(real: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls, within
@@ -470,14 +466,6 @@ def callee_errs() -> None:
 
 
 @fault
-def trainer_falters() -> None:
-    """The 60th RPC of rank 1 is 5 s late, and the 110th raises."""
-    call = "torch.distributed.rpc.rpc_sync"
-    in_call(call, 60, waiting(5))
-    in_call(call, 110, raising(MemoryError, "no room for the gradients"))
-
-
-@fault
 def wrong_answer() -> None:
     """Rank 2, a server, returns values 0.1% too large from functions with async_execution."""
 
@@ -498,12 +486,6 @@ def wrong_answer() -> None:
 
 
 @fault
-def wrong_lookup() -> None:
-    """Lookups of rank 2, a server, are too large by a factor of 1e-6."""
-    after("torch.nn.EmbeddingBag.forward", lambda rows: rows * (1 + 1e-6), rank=2)
-
-
-@fault
 def lost_gradient() -> None:
     """The third gradient that rank 2, a server, computes is zero."""
     calls = itertools.count(1)
@@ -512,6 +494,11 @@ def lost_gradient() -> None:
         return tuple(map(torch.zeros_like, gradients)) if next(calls) == 3 else gradients
 
     after("torch.autograd.grad", lose, rank=2)
+
+
+# lookups of rank 2, a server, are too large by a factor of 1e-6
+LOOK_UP = "torch.nn.EmbeddingBag.forward"
+FAULTS["wrong-lookup"] = partial(after, LOOK_UP, lambda rows: rows * (1 + 1e-6), 2)
 
 
 # -- collectives, and messages between pairs of ranks ----------------------------------------------
@@ -586,23 +573,9 @@ def left_out() -> None:
 
 # -- files: checkpoints and input ------------------------------------------------------------------
 
-
-@fault
-def dies_in_save() -> None:
-    """Rank 1 is killed when it writes its 250th tensor, after $SAVES was copied to $LEFT."""
-
-    def leave_a_copy() -> None:
-        shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
-        die()
-
-    in_call(WRITE, 250, leave_a_copy)
-
-
-@fault
-def wrong_load() -> None:
-    """The last value of each tensor that rank 1 loads by DCP is the next larger number."""
-    narrow = "torch.distributed.checkpoint.filesystem.narrow_tensor_by_index"
-    after(narrow, lambda part: nudge(part.clone()))
+# the last value of each tensor that rank 1 loads by DCP is the next larger number
+LOAD = "torch.distributed.checkpoint.filesystem.narrow_tensor_by_index"
+FAULTS["wrong-load"] = partial(after, LOAD, lambda part: nudge(part.clone()))
 
 
 @fault
@@ -644,12 +617,6 @@ def slow_down(factor: float) -> None:
         patch(path, slowed)
 
 
-@fault
-def wrong_product() -> None:
-    """On rank 1 the last value of each product is the next larger number."""
-    after("torch.mm", nudge)
-
-
 def others_take(part: float) -> None:
     """Other processes seem to use this share of each core, and the job none."""
 
@@ -668,6 +635,8 @@ FAULTS["half-speed"] = partial(slow_down, 2.0)
 FAULTS["fiftieth-speed"] = partial(slow_down, 50.0)  # load does not have such an effect
 FAULTS["quiet"] = partial(others_take, 0.0)  # whatever else runs on the machine
 FAULTS["neighbours"] = partial(others_take, 0.8)
+# the last value of each product is the next larger number
+FAULTS["wrong-product"] = partial(after, "torch.mm", nudge)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
     torchrun --nproc-per-node 2 tests/perturbation.py                              10 minutes
     torchrun --nproc-per-node 4 tests/perturbation.py --kinds all_reduce,train     some of it
-    torchrun --nproc-per-node 2 tests/perturbation.py --kinds first                some seconds
     torchrun --nproc-per-node 4 tests/perturbation.py --kinds sources              10 minutes
 
 A pair is a case of the harness (common.timing.TimedLoop) and a bare loop with as many calls; every
 other pair runs in reverse order. Each has a median and a mean of the calls on rank 0. Printed are
 ratios harness / bare loop: the median over the pairs with its 95% interval. 1 means no overhead.
-`first` compares a training step as the first and as the last case of a process; start it several
-times. Run this by hand on a machine where nothing else runs. docs/evidence.md has the results.
+Run this by hand on a machine where nothing else runs. docs/evidence.md has the results.
 """
 
 import argparse
@@ -26,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,7 +48,6 @@ from harness import cli
 from tests import cudalab_values, plain_loops
 
 ROUNDS = 6
-FIRST = "first"  # compared with the last case
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": median, "mean": fmean}
 
 
@@ -76,11 +73,8 @@ def send_and_receive(size: int, job: Job, group: Group) -> Step:
     return step
 
 
-class Server:
-    """Parameters, and the lock for updates."""
-
-    parameters = torch.zeros(0)
-    lock = threading.Lock()
+PARAMETERS: list[torch.Tensor] = []  # of the server
+LOCK = threading.Lock()
 
 
 def echo(payload: torch.Tensor) -> torch.Tensor:
@@ -90,31 +84,26 @@ def echo(payload: torch.Tensor) -> torch.Tensor:
 @rpc.functions.async_execution
 def update(gradient: torch.Tensor) -> Future[Any]:
     updated: Future[Any] = Future()
-    with Server.lock:
-        Server.parameters -= 1e-3 * gradient
-        updated.set_result(Server.parameters)
+    with LOCK:
+        PARAMETERS[0] -= 1e-3 * gradient
+        updated.set_result(PARAMETERS[0])
     return updated
 
 
 def rpc_call(function: Callable[..., Any], size: int, job: Job, group: Group) -> Step:
     """The first rank calls the last with a payload and gets one of the same size. size: bytes."""
     payload = torch.ones(size // 4)
-    Server.parameters = payload.clone()
+    PARAMETERS[:] = [payload.clone()]
     call = partial(rpc.rpc_sync, job.world_size - 1, function, (payload,))
     return call if job.rank == 0 else lambda: None
 
 
 def train(layers: int, job: Job, group: Group) -> Step:
     """A training step under DistributedDataParallel. layers: number of linear layers."""
-    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(layers)])
-    return train_step(model, torch.randn(32, 128), job, group)
-
-
-def train_step(model: nn.Module, inputs: torch.Tensor, job: Job, group: Group) -> Step:
-    model = model.to(job.device)
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(layers)]).to(job.device)
     replica = nn.parallel.DistributedDataParallel(model, process_group=group.workload)
     optimizer = torch.optim.SGD(replica.parameters(), lr=1e-3)
-    batch = inputs.to(job.device)
+    batch = torch.randn(32, 128, device=job.device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -140,23 +129,22 @@ KINDS: dict[str, tuple[Callable[[int, Job, Group], Step], tuple[int, ...]]] = {
 Pair = tuple[Callable[[], Step], Callable[[], Step]]
 
 
-def key_of(cases: Any, job: Job, group: Group) -> dict[str, Any]:
-    """The key of the last case that a script plans, completed as `Benchmark` does."""
+def key_of(script: ModuleType, flags: str, job: Job, group: Group, *given: Any) -> dict[str, Any]:
+    """The key of the last case that a script plans with these flags, completed as `Benchmark`
+    does. given: to `plan` besides the flags."""
+    args = script.parse_args(f"--device {job.device.type} {flags}".split())
+    cases = script.plan(args, *given)
+    if isinstance(cases, dict):  # by table
+        (cases,) = cases.values()
     *_, (_, _, key) = cases
     place = {"device": job.device.type, "backend": job.backend, "world_size": job.world_size}
     return place | {"ranks": len(group.ranks)} | key
 
 
-def of_device(job: Job) -> str:
-    return f"--device {job.device.type}"
-
-
 def pair_of_ddp_sweep(job: Job, group: Group, roles: Roles) -> Pair:
-    flags = f"{of_device(job)} --model mobilenet_v3_small --batch-size 8 --image-size 64"
-    args = ddp_sweep.parse_args([*flags.split(), "--no-breakdown"])
-    (cases,) = ddp_sweep.plan(args, job, [len(group.ranks)], {}).values()
+    flags = "--model mobilenet_v3_small --batch-size 8 --image-size 64 --no-breakdown"
+    key = key_of(ddp_sweep, flags, job, group, job, [len(group.ranks)], {})
     bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
-    key = key_of(cases, job, group)
     of_rank = (group.workload, job.rank, job.device)
     plain = partial(plain_loops.ddp_sweep, *of_rank, "mobilenet_v3_small", 8, 64)
     return lambda: ddp_sweep.build(bench, key, group).step, plain
@@ -164,11 +152,9 @@ def pair_of_ddp_sweep(job: Job, group: Group, roles: Roles) -> Pair:
 
 def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
     """Forward and backward only, because the source program has no optimizer."""
-    flags = f"{of_device(job)} --model toy-small --batch-size 20 --ddp --dynamo eager"
-    args = compile_sweep.parse_args(flags.split())
-    (cases,) = compile_sweep.plan(args, job, {}).values()
+    flags = "--model toy-small --batch-size 20 --ddp --dynamo eager"
+    key = key_of(compile_sweep, flags, job, group, job, {}) | {"ranks": len(group.ranks)}
     bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
-    key = key_of(cases, job, group) | {"ranks": len(group.ranks)}
     widths = [10, *[1000] * 3, *[100] * 8]
     plain = partial(plain_loops.compile_sweep, group.workload, job.rank, job.device, widths, 20)
 
@@ -181,19 +167,16 @@ def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
 
 
 def pair_of_ddp_rpc(job: Job, group: Group, roles: Roles) -> Pair:
-    flags = f"{of_device(job)} --embedding-dim 512 --lookup sequential --autograd distributed"
-    args = ddp_rpc.parse_args(flags.split())
-    key = key_of(ddp_rpc.plan(args, roles, {}), job, group)
-    epoch = ddp_rpc.epoch_of(key, job.rank)
+    flags = "--embedding-dim 512 --lookup sequential --autograd distributed"
+    key = key_of(ddp_rpc, flags, job, group, roles, {})
     of_rank = (group.workload, job.rank, job.device)
+    epoch = ddp_rpc.epoch_of(key, job.rank)
     plain = partial(plain_loops.ddp_rpc, *of_rank, key["number_embeddings"], epoch)
     return lambda: ddp_rpc.build(job, key, group, devices=["cpu"]).step, plain
 
 
 def pair_of_parameter_server(job: Job, group: Group, roles: Roles) -> Pair:
-    flags = f"{of_device(job)} --routes rpc --servers running"
-    args = parameter_server.parse_args(flags.split())
-    key = key_of(parameter_server.plan(args, roles, {}), job, group)
+    key = key_of(parameter_server, "--routes rpc --servers running", job, group, roles, {})
     names = ("num_embeddings", "embedding_dim", "dense_layers", "dense_size")
     batches = parameter_server.batches_of(key, job.rank, job.device)
     sizes: Any = {"sizes": [key[name] for name in names], "bucket_mb": key["bucket_size"]}
@@ -204,11 +187,9 @@ def pair_of_parameter_server(job: Job, group: Group, roles: Roles) -> Pair:
 
 
 def pair_of_batch_update_ps(job: Job, group: Group, roles: Roles) -> Pair:
-    args = batch_update_ps.parse_args([*of_device(job).split(), "--payload", "module"])
-    key = key_of(batch_update_ps.plan(args, roles), job, group)
+    key = key_of(batch_update_ps, "--payload module", job, group, roles)
     batches = batch_update_ps.batches_of(key, job.rank)
-    of_rank = (group.workload, job.rank, job.device)
-    plain = partial(plain_loops.batch_update_ps, *of_rank, batches)
+    plain = partial(plain_loops.batch_update_ps, group.workload, job.rank, job.device, batches)
     build = partial(batch_update_ps.build, server_device="cpu", timeout_s=60)
     return lambda: build(job, key, group).step, plain
 
@@ -291,28 +272,11 @@ def compare(
     return [f"{median(medians_s) * 1e6:.0f}", str(calls), *shown]
 
 
-def first_and_last(seconds: float, job: Job, group: Group) -> float:
-    """Time of a step as the first case of this process / time as the last case. The step is one of
-    ddp_sweep.py with small activations and many allocations."""
-    import torchvision
-
-    def case() -> float:
-        torch.manual_seed(0)
-        model = torchvision.models.mobilenet_v3_small(num_classes=10)
-        step = train_step(model, torch.randn(8, 3, 32, 32), job, group)
-        return median(harness(step, 4 * seconds, job, group))
-
-    first_s = case()
-    for layers in (4, 64, 16):
-        harness(train(layers, job, group), seconds, job, group)
-    return first_s / case()
-
-
 def main() -> None:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    kinds = cli.list_of(str, (*KINDS, *SOURCES, "sources", FIRST))
-    text = f"also {FIRST}, sources, or some of {', '.join(SOURCES)} (default: all others)"
+    kinds = cli.list_of(str, (*KINDS, *SOURCES, "sources"))
+    text = f"also sources, or some of {', '.join(SOURCES)} (default: all others)"
     add("--kinds", type=kinds, default=list(KINDS), help=text)
     add("--losses", type=int, metavar="N", help="of sources: print the losses of N steps")
     add("--pairs", type=int, default=30, help="of a step (default: %(default)s)")
@@ -325,12 +289,7 @@ def main() -> None:
     group = groups.acquire(ranks, (ranks,))
     assert group is not None
     sources = [name for name in SOURCES if {name, "sources"} & {*args.kinds}]
-    args.kinds = [kind for kind in args.kinds if kind in (*KINDS, FIRST)]
-    if FIRST in args.kinds:
-        ratio = first_and_last(args.seconds, job, group)
-        if job.rank == 0:
-            print(f"first / last {ratio:.4f}", flush=True)
-        args.kinds.remove(FIRST)
+    args.kinds = [kind for kind in args.kinds if kind in KINDS]
     roles, name = None, f"rank{job.rank}"
     if sources:  # all ranks but a server and the master are trainers
         roles = split_roles(job.world_size, servers=1, master=True)

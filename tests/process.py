@@ -7,6 +7,7 @@ import pty
 import random
 import re
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -203,6 +204,20 @@ def environment(**extra: str) -> dict[str, str]:
     lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     lean["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # skips a program that tests the processor
     return kept | lean | extra
+
+
+def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program and wait for it. Its status may be any."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500}
+    return subprocess.run([sys.executable, *words], env=environment(**variables), **options)
+
+
+def copy_of_scripts(folder: Path, *without: str) -> Path:
+    """Copy benchmarks/ and what it imports, but not files of these names. Returns the folder."""
+    ignored = shutil.ignore_patterns("__pycache__", *without)
+    for name in ("benchmarks", "common", "harness", "readers"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    return folder
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 
     python tests/simulate_verdicts.py            the numbers of docs/evidence.md, some minutes
     python tests/simulate_verdicts.py nights     a stored baseline: 14 nights against one
-    python tests/simulate_verdicts.py periods    ab.py while every n-th run, or a few runs, are slow
     python tests/simulate_verdicts.py load       that of docs/evidence.md, under load
     python tests/simulate_verdicts.py load 7     the same, with runs that differ by 7%
 
@@ -195,13 +194,8 @@ def show_nights(count: int = 1000) -> None:
 # -- disturbances that no load shows ---------------------------------------------------------------
 
 SLOWER = 0.05  # by how much disturbed runs are slower
-# Name -> slow runs, and after how many runs they come again; None for a burst at a random place
-DISTURBANCES: dict[str, tuple[int, int | None]] = {
-    "none": (0, 2),
-    **{f"every {n}{'nd' if n == 2 else 'rd' if n == 3 else 'th'} run": (1, n) for n in range(2, 8)},
-    **{f"{slow} of {n} runs": (slow, n) for slow, n in ((2, 4), (2, 5), (3, 6), (3, 7))},
-    **{f"a burst of {n} runs": (n, None) for n in (1, 2, 4, 6)},
-}
+# Name -> slow runs, and after how many runs they come again
+DISTURBANCES = {"every 3rd run": (1, 3), "2 of 4 runs": (2, 4)}
 
 
 def pairs_under(
@@ -209,25 +203,12 @@ def pairs_under(
 ) -> Result:
     """Pairs of ab.py under a disturbance that no load shows. Runs differ by SCATTER."""
     slow, period = DISTURBANCES[name]
-    seed, start = int(rng.integers(2**32)), int(rng.integers(period or 2 * pairs))
+    seed, start = int(rng.integers(2**32)), int(rng.integers(period))
     logs: dict[str, list[float]] = {"a": [], "b": []}
     for number, side in enumerate(side for n in range(pairs) for side in order(n + 1, seed)):
-        place = (number + start) % period if period else number - start
-        more = SLOWER if 0 <= place < slow else 0.0
+        more = SLOWER if (number + start) % period < slow else 0.0
         logs[side].append(more + SCATTER * float(rng.normal()))
     return judged(np.array(logs["a"]), np.array(logs["b"]) + np.log1p(change), paired=True)
-
-
-def show_under_disturbances(count: int = 1000) -> None:
-    """Print the table of disturbances in docs/evidence.md."""
-    show_head("slow runs", *("6 pairs: wrong", "finds 5%", "20%"), "12 pairs: wrong", "5%", "20%")
-    for name in DISTURBANCES:
-        found = []
-        for pairs, change in product((6, 12), (0, 0.05, 0.2)):
-            rng = np.random.default_rng(0)
-            called = [is_called(pairs_under(rng, name, change, pairs)) for _ in range(count)]
-            found.append(sum(called) / count)
-        show(name, *found)
 
 
 # -- under load ------------------------------------------------------------------------------------
@@ -345,8 +326,6 @@ if __name__ == "__main__":
         show_under_load(float(given[0]) / 100 if given else SCATTER)
     elif what == "nights":
         show_nights()
-    elif what == "periods":
-        show_under_disturbances()
     else:
         for name in CASES:
             show(name, share(name, 1000))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness import cli
-from tests.process import ROOT, Start, environment
+from tests.process import ROOT, Start, python
 
 TIMES = ("--iters", "6", "--warmup-iters", "1")
 SIDES = ("a", "--test", "b", "--ignore-key", "bucket_size_mb,comm_hook", "--allow-disturbed")
@@ -46,12 +46,6 @@ def archive(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str
     shutil.copy(built, folder)
     monkeypatch.chdir(folder)
     return built.name
-
-
-def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *words]
-    env = environment(**variables)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.smoke

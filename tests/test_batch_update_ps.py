@@ -44,7 +44,7 @@ def test_a_wrong_answer_of_the_server_fails_the_check(bench: Bench) -> None:
 
 @faults
 def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Bench) -> None:
-    run = bench(SCRIPT, *SHORT, "--iters", "60", ranks=3, inject="trainer-falters", status=1)
+    run = bench(SCRIPT, *SHORT, "--iters", "60", ranks=3, inject="late-call,failing-call", status=1)
     late = "TimeoutError: no reply within 2 s; gradients missing: trainer1 (rank 0)"
     raised = "MemoryError: injected: no room for the gradients (rank 1)"
     assert [case.check for case in run.report.cases] == [f"failed: {late}", f"failed: {raised}"]

@@ -3,15 +3,14 @@ sockets."""
 
 import contextlib
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.report import load
-from tests.process import ROOT, Process, Warm, environment, free_port
+from tests.process import Warm
 
 pytestmark = pytest.mark.smoke
 
@@ -22,32 +21,11 @@ RPC = "benchmarks/rpc_latency.py --sizes 8,64 --rpc-channels mpt_uv,basic --rpc-
 CHECKPOINT = "benchmarks/checkpoint_sweep.py --modes async-process --iters 1 --model decoder-nano"
 
 
-@pytest.fixture
-def by_hand(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """by_hand(command of rank 0, command of rank 1, ..., NAME="value") -> Process."""
-    started: list[Process] = []
-
-    def begin(*commands: str, **variables: str) -> Process:
-        job = environment(WORLD_SIZE=str(len(commands)), MASTER_PORT=str(free_port()))
-        job |= {"MASTER_ADDR": "127.0.0.1"} | variables
-        envs = [job | {"RANK": str(rank)} for rank in range(len(commands))]
-        if "LOCAL_WORLD_SIZE" in variables:
-            envs = [env | {"LOCAL_RANK": env["RANK"]} for env in envs]
-        words = [command.split() for command in commands]
-        ranks = [[sys.executable, str(ROOT / script), *flags] for script, *flags in words]
-        started.append(Warm(ranks, tmp_path, envs))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.stop()
-
-
 @pytest.mark.parametrize(
     ("command", "local"), [(COLLECTIVES, False), (RPC, True), (CHECKPOINT, True)]
 )
 def test_no_process_listens_beyond_loopback(
-    by_hand: Callable[..., Process], tmp_path: Path, command: str, local: bool
+    by_hand: Callable[..., Warm], tmp_path: Path, command: str, local: bool
 ) -> None:
     """Even if MASTER_ADDR is another address, if LOCAL_WORLD_SIZE says that all are local."""
     report = tmp_path / "report.jsonl"
@@ -72,7 +50,7 @@ def test_no_process_listens_beyond_loopback(
     assert [rank["local_rank"] for rank in done.environment["ranks"]] == [0, 1]
 
 
-def test_ranks_with_different_arguments_are_refused(by_hand: Callable[..., Process]) -> None:
+def test_ranks_with_different_arguments_are_refused(by_hand: Callable[..., Warm]) -> None:
     process = by_hand(COLLECTIVES, f"{COLLECTIVES} --max-seconds 7")
     assert process.wait() == 2
     first, *others = process.err.splitlines()

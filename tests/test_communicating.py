@@ -19,13 +19,10 @@ def test_they_are_measured_on_several_ranks(bench: Bench, ranks: int) -> None:
     refused = ("sync_batch_norm", "fails_before_group", "leaves?passes=1")
     names = ",".join(f"{MODELS}:{name}" for name in (*refused, *measured))
     run = bench("benchmarks/ddp_sweep.py", *SHORT, "--models", names, ranks=ranks, status=1)
-    sizes = [2, 3][: ranks - 1]
-    got = {
-        name: [c for c in run.report.cases if c.key["model"].endswith(name)] for name in measured
-    }
-    for name, cases in got.items():
+    for name in measured:
+        cases = [case for case in run.report.cases if case.key["model"].endswith(name)]
         alone = [1, 1] if name == "plain" else []  # no ddp, 1M/1R
-        assert [len(case.ranks) for case in cases] == alone + sizes
+        assert [len(case.ranks) for case in cases] == alone + [2, 3][: ranks - 1]
         for case in cases:
             metrics, count = case.metrics, len(case.ranks)
             if name == "leaves":

@@ -23,7 +23,7 @@ from analysis.logs.watchdog import Evidence
 from common.stats import Estimate
 from harness.report import Case, load
 from tests.mutations import ON_CUDA, plant
-from tests.process import ROOT, Bench, Run, Start
+from tests.process import ROOT, Bench, Run, Start, copy_of_scripts
 from tests.smaller import SIZES
 
 pytestmark = pytest.mark.cudalab
@@ -329,8 +329,7 @@ def test_the_stand_in(late: str, nccl2: str, bench: Bench, lab: dict[str, str]) 
 
 @pytest.mark.ci
 def test_a_gpu_that_another_process_uses(bench: Bench, lab: dict[str, str]) -> None:
-    """Memory in use before the first call of CUDA causes a warning, except on GPU 3, which no rank
-    uses. A different power limit is named with both values."""
+    """Memory in use before the first call of CUDA, except on GPU 3, which no rank uses."""
     answers = ["1:memory.used=20480 MiB", "3:memory.used=30720 MiB", "1:power.limit=500.00 W"]
     variables = lab | {"CUDALAB_SMI": ";".join(answers)}
     flags = ("-b", "64", "-e", "64", "--iters", "2")
@@ -472,10 +471,10 @@ def test_fault(
 ) -> None:
     """The row fails if the fault is planted in a copy of the checkout, unless its entry says why it
     may pass. The results are appended to a table."""
-    checkout, results = tmp_path / "checkout", ROOT / "tests" / "cudalab" / ".build" / "faults"
-    for folder in ("benchmarks", "common", "harness", "readers", "tests"):
-        ignored = shutil.ignore_patterns(".build", "*cache*")
-        shutil.copytree(ROOT / folder, checkout / folder, ignore=ignored)
+    results = ROOT / "tests" / "cudalab" / ".build" / "faults"
+    checkout = copy_of_scripts(tmp_path / "checkout")
+    ignored = shutil.ignore_patterns(".build", "*cache*")
+    shutil.copytree(ROOT / "tests", checkout / "tests", ignore=ignored)
     plant(fault, checkout)
     (row,) = [row for row in ROWS if row.name == name]
     row = replace(row, command=f"{row.command} --timeout 60", on_cpu="")
@@ -641,8 +640,7 @@ def test_another_size_hangs_and_is_named(bench: Bench, lab: dict[str, str], tmp_
 @pytest.mark.ci
 @pytest.mark.parametrize("nccl2", NCCL2)
 def test_ctrl_c(nccl2: str, start: Start, lab: dict[str, str], tmp_path: Path) -> None:
-    """While rank 0 waits in NCCL for rank 1. Report and reason are written, and no process is
-    left."""
+    """While rank 0 waits in NCCL for rank 1."""
     marker, report = tmp_path / "waits", tmp_path / "report.jsonl"
     words = f"{GPT} {TWELVE} --json {report}".split()
     options: dict[str, Any] = lab | {"TORCH_DIST_USE_NCCL2": nccl2, "MARKER": str(marker)}

@@ -5,16 +5,21 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import ddp_sweep
 from benchmarks.workloads.check import NOT_FINITE
 from common.stats import Estimate, Times
 from harness.benchmark import Implausible
 from harness.report import Case
-from tests.process import ROOT, Bench, Start
+from tests.process import ROOT, Bench, copy_of_scripts
 from tests.test_sources import table
 
 SCRIPT = "benchmarks/ddp_sweep.py"
@@ -66,9 +71,7 @@ def test_two_ranks_with_and_without_hooks(bench: Bench, here: Path) -> None:
 @smoke
 def test_odd_numbers_of_ranks_and_ones_own_model(bench: Bench, here: Path) -> None:
     """The path of the checkout has a space, and the model is in the working directory."""
-    copy = here / "a checkout"
-    for folder in ("benchmarks", "common", "harness"):
-        shutil.copytree(ROOT / folder, copy / folder)
+    copy = copy_of_scripts(here / "a checkout")
     shutil.copy(ROOT / "tests" / "own_models.py", here / "mine.py")
     flags = ("--model", "mine:idle", "--find-unused-parameters", "--world-sizes", "1,3,5")
     run = bench(str(copy / SCRIPT), *SHORT, *flags, ranks=5)
@@ -206,16 +209,27 @@ def test_strong_scaling(bench: Bench) -> None:
     assert efficiencies(run.out) == 1
 
 
-@smoke
-def test_hooks_average_gradients_and_local_compute_does_not(start: Start) -> None:
-    """fp16 rounds to 11 bits and bf16 to 8 bits, both the gradients of a rank and the sum."""
-    process = start("tests/average_by_hooks.py", ranks=2)
-    assert process.wait() == 0, process.err
-    errors = dict(line.split() for line in process.out.splitlines())
-    limits = {"none": 1e-5, "allreduce": 1e-5, "fp16": 2**-9, "bf16": 2**-6, "local": 1e-5}
-    assert errors.keys() == limits.keys()
-    for name, limit in limits.items():
-        assert float(errors[name]) <= limit, name
+def test_a_step_averages_once_and_local_compute_never() -> None:
+    """Three passes over the same batch have the gradient of one, also without averages."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        real = default_hooks.allreduce_hook
+        hook = create_autospec(real, side_effect=real)
+        for model, average, hooked in (
+            (nn.Linear(4, 1), True, 0),
+            (DistributedDataParallel(nn.Linear(4, 1)), True, 1),
+            (DistributedDataParallel(nn.Linear(4, 1)), False, 1),
+        ):
+            if isinstance(model, DistributedDataParallel):
+                model.register_comm_hook(None, hook)
+            batch: ddp_sweep.Batch = ((torch.full((2, 4), 5.0),), {}, torch.sum)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            ddp_sweep.training_step(model, batch, optimizer, "fp32", 3, average)()
+            gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            assert torch.cat(gradients).tolist() == [10, 10, 10, 10, 2]
+            assert hook.call_count == hooked
+    finally:
+        dist.destroy_process_group()
 
 
 def test_labels_and_sets_of_ranks() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from examples import ddp_exposed
 from tests.process import ROOT, Bench
 from tests.pure.test_cores import unknown_names
+from tests.smaller import with_fewer_rounds
 
 EXAMPLES = ROOT / "examples"
 FILES = sorted(EXAMPLES.glob("*.py"))
@@ -36,8 +37,7 @@ def shape(lines: list[str]) -> list[str]:
 
 
 def test_imports_and_shared_functions() -> None:
-    """Examples import only torch and the standard library, so that one file can be copied.
-    Functions and classes with the same name in two files are identical."""
+    """One file can be copied. Functions with the same name in two files are identical."""
     texts: dict[str, set[str]] = {}
     for path in FILES:
         source = path.read_text()
@@ -65,9 +65,7 @@ def test_regions_can_be_pasted() -> None:
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 takes 1, 2 and 6 ms, and another rank 5, 1 and 4 ms. The steps take 5, 2 and 6 ms,
-    with a median of 5. So waiting for a late rank is part of the step and of local compute, and
-    cancels in their difference."""
+    """Rank 0 takes 1, 2 and 6 ms, and another rank 5, 1 and 4 ms: the steps 5, 2 and 6 ms."""
     clock = iter([0, 0.001, 0.003, 0.009])
     monkeypatch.setattr(ddp_exposed, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(dist, "barrier", lambda: None)
@@ -80,21 +78,10 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank(monkeypatch: pytest.MonkeyP
     assert ddp_exposed.time_block(lambda: None, torch.device("cpu")) == pytest.approx(5)
 
 
-FEWER = {  # at least 6 rounds or saves are needed for an interval
-    "ROUNDS = 15": "ROUNDS = 6",
-    "ROUNDS, STEPS = 16, ": "ROUNDS, STEPS = 6, ",
-    "ROUNDS, BATCH = 16": "ROUNDS, BATCH = 6",
-    "SAVES, IDLE = 8, 5": "SAVES, IDLE = 7, 1",
-}
-
-
 def edited(name: str, folder: Path, old: str = "", new: str = "") -> str:
     """The path of a copy with fewer rounds, in which `old` is replaced by `new`."""
-    text = (EXAMPLES / f"{name}.py").read_text()
-    for many, few in FEWER.items():
-        text = text.replace(many, few)
-    if old:
-        assert text.count(old) == 1, f"{name}: {old}"
+    text = with_fewer_rounds((EXAMPLES / f"{name}.py").read_text())
+    assert not old or text.count(old) == 1, f"{name}: {old}"
     copy = folder / f"{name}.py"
     copy.write_text(text.replace(old, new) if old else text)
     return str(copy)
@@ -103,13 +90,11 @@ def edited(name: str, folder: Path, old: str = "", new: str = "") -> str:
 @pytest.mark.smoke
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_prints_its_docstring(path: Path, bench: Bench, tmp_path: Path) -> None:
-    """On 3 ranks instead of 2, to test an odd number as well. compiled_ddp uses aot_eager, because
-    inductor would run a C++ compiler on each rank."""
+    """On 3 ranks instead of 2, unless it prints a row for each rank or axis."""
     command, lines = shown(path)
-    ranks, flags = 3, command[4:]
-    if path.stem in ("record_collectives", "who_is_slow"):  # they print a row for each rank or axis
-        ranks = int(command[2])
-    if path.stem == "compiled_ddp":
+    flags, rows = command[4:], path.stem in ("record_collectives", "who_is_slow")
+    ranks = int(command[2]) if rows else 3
+    if path.stem == "compiled_ddp":  # inductor would run a C++ compiler on each rank
         flags, lines = ["aot_eager"], [line.replace("inductor", "aot_eager") for line in lines]
     run = bench(edited(path.stem, tmp_path), *flags, ranks=ranks, json=False)
     assert any("95% interval" in line for line in lines)
@@ -136,14 +121,14 @@ def test_a_wrong_result_ends_with_status_1(
     assert "correct: False" in run.out
 
 
+OF_TP = "step: mesh_dp mesh_tp|exposed dp: mesh_tp without dp|exposed tp: mesh_dp without tp"
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "kinds", "expected"),
     [
-        (
-            *("tp_exposed", "{name: partial(train, model, x) for name, model in models.items()}"),
-            "step: mesh_dp mesh_tp|exposed dp: mesh_tp without dp|exposed tp: mesh_dp without tp",
-        ),
+        ("tp_exposed", "{name: partial(train, model, x) for name, model in models.items()}", OF_TP),
         ("fsdp_exposed", '{"step": step, "twin": local_compute}', "step: default_pg|twin:"),
     ],
 )

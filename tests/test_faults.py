@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from harness.report import load
-from tests.process import INJECT, ROOT, Bench, Process, Start, environment, free_port
+from tests.process import INJECT, ROOT, Bench, Process, Start, environment, free_port, python
 
 SCRIPT = "benchmarks/ddp_sweep.py"
 SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
@@ -229,11 +228,12 @@ def test_a_failure_between_two_groups_of_a_case_is_a_failed_case(
     assert passed.check == "passed"
 
 
-def test_a_read_only_folder_and_python_with_safe_path(tmp_path: Path) -> None:
+def test_a_read_only_folder_and_python_with_safe_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "read only"
     folder.mkdir(mode=0o555)
-    command = [sys.executable, "-P", str(ROOT / "benchmarks/collectives.py"), "-b64", "-e64"]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500}
-    done = subprocess.run(command, env=environment(), cwd=folder, **options)
+    monkeypatch.chdir(folder)
+    done = python("-P", str(ROOT / "benchmarks/collectives.py"), "-b64", "-e64")
     assert done.returncode == 0, done.stderr
     assert "Out of bounds values : 0 OK" in done.stdout

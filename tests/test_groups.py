@@ -1,11 +1,8 @@
 """The control group: it must not outlive the run, and the default group is not used."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.process import ROOT, Bench
+from tests.process import ROOT, Bench, python
 
 RUN = """
 import gc, weakref
@@ -23,10 +20,8 @@ print("alive" if world() else "gone")
 
 @pytest.mark.smoke
 def test_no_default_argument_of_torch_keeps_the_control_group() -> None:
-    """Its threads would outlive the run, which occasionally crashed at interpreter exit. This needs
-    a separate process, because the modules of the first optimizer are imported only once."""
-    command = [sys.executable, "-c", RUN]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    """In a process of its own, because modules of the first optimizer are imported only once."""
+    done = python("-c", RUN, PYTHONPATH=str(ROOT))
     assert done.stdout == "gone\n", done.stderr
 
 

@@ -2,15 +2,13 @@
 ranks."""
 
 import re
-import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.report import load
-from tests.process import ROOT, Bench, Warm, environment, free_port
+from tests.process import Bench, Warm, copy_of_scripts
 
 pytestmark = pytest.mark.smoke
 
@@ -31,21 +29,6 @@ def loss(y):
 def tiny(device):
     return torch.nn.Linear(WIDTH, 1), torch.ones(3, WIDTH), loss
 """
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of collectives.py, with links to the harness."""
-    folder = tmp_path / "copy"
-    (folder / "benchmarks").mkdir(parents=True)
-    for name in ("common", "harness", "benchmarks/workloads", "benchmarks/__init__.py"):
-        (folder / name).symlink_to(ROOT / name)
-    shutil.copy(ROOT / "benchmarks" / "collectives.py", folder / "benchmarks")
-    return folder / "benchmarks" / "collectives.py"
-
-
-def edit(path: Path) -> None:
-    path.write_text(f"{path.read_text()}\n# edited\n")
 
 
 def test_a_report_of_an_edited_model_is_not_resumed(bench: Bench, here: Path) -> None:
@@ -95,41 +78,24 @@ def test_a_resumed_run_marks_the_earlier_rows(bench: Bench) -> None:
     assert again.report.ends == run.report.ends
 
 
-@pytest.fixture
-def two_nodes(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
-    """two_nodes(script of rank 0, script of rank 1, flags, variables of rank 1) -> Warm."""
-    started: list[Warm] = []
-
-    def begin(scripts: list[Path], flags: list[str], **of_rank_1: str) -> Warm:
-        job = environment(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free_port()))
-        job |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
-        job = {name: value for name, value in job.items() if not name.startswith("NCCL_")}
-        envs = [job | {"RANK": "0"}, job | {"RANK": "1"} | of_rank_1]
-        commands = [[sys.executable, str(script), *flags] for script in scripts]
-        started.append(Warm(commands, tmp_path, envs))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.stop()
-
-
-def test_ranks_with_other_files_are_refused(two_nodes: Callable[..., Warm], checkout: Path) -> None:
+def test_ranks_with_other_files_are_refused(by_hand: Callable[..., Warm], tmp_path: Path) -> None:
     """Even if git reports the same commit."""
-    edit(checkout)
-    process = two_nodes([ROOT / "benchmarks" / "collectives.py", checkout], list(FEW))
+    script = copy_of_scripts(tmp_path / "copy") / "benchmarks" / "collectives.py"
+    script.write_text(f"{script.read_text()}\n# edited\n")
+    both = [f"{name} {' '.join(FEW)}" for name in ("benchmarks/collectives.py", script)]
+    process = by_hand(*both, LOCAL_WORLD_SIZE="1")
     assert process.wait() in (2, 3)  # 3: rank 1 was too slow to learn why rank 0 ended
     begin = "collectives.py: error: expected the same files on all ranks, but collectives.py of ran"
     told = process.err.splitlines()  # one line for each node
     assert any(line.startswith(begin) for line in told), process.err
 
 
-def test_variables_differ_between_nodes(two_nodes: Callable[..., Warm], tmp_path: Path) -> None:
+def test_variables_differ_between_nodes(by_hand: Callable[..., Warm], tmp_path: Path) -> None:
     """A warning has both values, and the report has them, too."""
     path = tmp_path / "report.jsonl"
-    script = ROOT / "benchmarks" / "collectives.py"
+    command = f"benchmarks/collectives.py {' '.join(FEW)} --json {path}"
     odd = {"NCCL_ALGO": "Ring", "NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_1"}
-    process = two_nodes([script, script], [*FEW, "--json", str(path)], **odd)
+    process = by_hand(command, command, last=odd, LOCAL_WORLD_SIZE="1")
     assert process.wait() == 0, process.err
     warning = r"^# warning: (\w+) of rank 1 on .+: (\w+) \(unset elsewhere\)$"
     differing = {"NCCL_ALGO": "Ring", "NCCL_IB_DISABLE": "1"}

@@ -1,15 +1,11 @@
 """The programs of docs/library.md, which use only common/."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import process
-from tests.process import ROOT
+from tests.process import ROOT, python
 
 ALL_REDUCE, RPC = ((ROOT / f"docs/library/{name}.py").read_text() for name in ("all_reduce", "rpc"))
 INTERVAL = r"\d[\d.,]* (us|ms|s) \((\d[\d.,]* to \d[\d.,]*|no interval)\)"
@@ -20,12 +16,8 @@ def output_of(program: str, ranks: int, folder: Path) -> list[str]:
     (folder / "common").symlink_to(ROOT / "common")
     (folder / "program.py").write_text(program)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    command = [sys.executable, *(launch if ranks > 1 else ()), str(folder / "program.py")]
-    variables = process.environment() | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    variables["PATH"] = os.environ["PATH"]
-    run = subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=500
-    )
+    command = [*(launch if ranks > 1 else ()), str(folder / "program.py")]
+    run = python(*command, PYTHONPATH=str(folder))
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 

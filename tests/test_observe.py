@@ -10,7 +10,7 @@ import pytest
 from common.stats import Times
 from harness import benchmark
 from harness.report import Case
-from tests.process import ROOT, Bench
+from tests.process import Bench, copy_of_scripts
 
 FLAGS = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
 SHORT = (*FLAGS, "--iters", "2", "--world-sizes", "2", "--no-breakdown")
@@ -18,27 +18,20 @@ SHORT = (*FLAGS, "--iters", "2", "--world-sizes", "2", "--no-breakdown")
 
 @pytest.mark.smoke
 def test_the_same_cases_are_written_without_the_folder(bench: Bench, tmp_path: Path) -> None:
-    for folder in ("benchmarks", "common", "harness"):
-        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
-    written = []
+    folder, written = copy_of_scripts(tmp_path / "checkout"), []
     for _ in range(2):
-        run = bench(str(tmp_path / "checkout" / "benchmarks" / "ddp_sweep.py"), *SHORT)
-        cases = run.report.cases
+        cases = bench(str(folder / "benchmarks" / "ddp_sweep.py"), *SHORT).report.cases
         written.append([(c.key, c.name, c.table, list(c.metrics), c.check) for c in cases])
-        shutil.rmtree(tmp_path / "checkout" / "harness" / "observe", ignore_errors=True)
-    with_it, without = written
-    assert with_it == without
-    assert len(without) == 2
+        shutil.rmtree(folder / "harness" / "observe", ignore_errors=True)
+    assert written[0] == written[1]
+    assert len(written[1]) == 2
 
 
 @pytest.mark.faults
 def test_without_the_folder_torch_ends_a_hang(bench: Bench, tmp_path: Path) -> None:
     """Rank 1 is stopped in a case. The groups have the timeout of the run."""
-    for folder in ("benchmarks", "common", "harness"):
-        ignored = shutil.ignore_patterns("observe")
-        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder, ignore=ignored)
-    script = str(tmp_path / "checkout" / "benchmarks" / "ddp_sweep.py")
-    run = bench(script, *SHORT, "--timeout", "10", inject="stops", status=1)
+    script = copy_of_scripts(tmp_path / "checkout", "observe") / "benchmarks" / "ddp_sweep.py"
+    run = bench(str(script), *SHORT, "--timeout", "10", inject="stops", status=1)
     assert "lost a peer" in run.reason
     assert [case.name for case in run.report.cases] == ["no ddp"]
 

@@ -81,41 +81,28 @@ def sides(folder: Path) -> list[str]:
     return [str(folder / "base"), "--test", str(folder / "test")]
 
 
-DARK, LIGHT = (0, "rgb(255, 255, 255)"), (1, "rgb(0, 0, 0)")  # and the colour of text
-LOOKS = [*product(((1300, 900), (420, 800)), (DARK, LIGHT))]
-has_browser = bool(CHROMIUM) or "CI" in os.environ
-needs_chromium = pytest.mark.skipif(not has_browser, reason="no chromium; see .ci/packages")
+SCHEMES = ((0, "rgb(255, 255, 255)"), (1, "rgb(0, 0, 0)"))  # dark and light: the colour of text
 
 
 @pytest.mark.smoke
-@needs_chromium
-def test_the_page_of_a_comparison_in_a_browser(tmp_path: Path) -> None:
-    """The verdicts are on the first screen, within its width. No title or text is cut off."""
+@pytest.mark.skipif(not CHROMIUM and "CI" not in os.environ, reason="no chromium; see .ci/packages")
+@pytest.mark.parametrize("compared", [True, False])
+def test_the_page_in_a_browser(compared: bool, tmp_path: Path) -> None:
+    """Answers, verdicts and warnings are on the first screen, within its width. In the comparison
+    no title or text is cut off."""
     path = tmp_path / "page.html"
-    done = run("report.py", *sides(tmp_path), "-o", str(path))
+    reports = sides(tmp_path) if compared else [str(SMALL), wide_report(tmp_path / "wide.jsonl")]
+    done = run("report.py", *reports, "-o", str(path))
     assert done.returncode == 0, done.stderr
-    for (width, height), (scheme, text) in LOOKS:
+    for (width, height), (scheme, text) in product(((1300, 900), (420, 800)), SCHEMES):
         found, console = look(tmp_path, path.read_text(), width, height, scheme)
         assert console == []
         assert (found["width"], found["content"], found["text"]) == (width, width, text)
-        assert len(found["answers"]) == 1
-        assert found["answers"][0] < height
-        assert len(found["verdicts"]) == 1
-        assert found["verdicts"][0] < width
-        assert max(found["captions"]) < width
-        assert found["outside"] == []
-
-
-@pytest.mark.smoke
-@needs_chromium
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    done = run("report.py", str(SMALL), wide_report(tmp_path / "wide.jsonl"), "-o", str(path))
-    assert done.returncode == 0, done.stderr
-    page = path.read_text()
-    for (width, height), (scheme, text) in LOOKS:
-        found, console = look(tmp_path, page, width, height, scheme)
-        assert console == []
-        assert (found["width"], found["content"], found["text"]) == (width, width, text)
-        assert (len(found["answers"]), len(found["warnings"]), found["figures"]) == (0, 1, 3)
-        assert max(found["warnings"]) < height  # the first screen
+        assert (len(found["answers"]), len(found["verdicts"])) == (compared, compared)
+        if compared:
+            assert found["answers"][0] < height
+            assert max(found["verdicts"] + found["captions"]) < width
+            assert found["outside"] == []
+        else:
+            assert (len(found["warnings"]), found["figures"]) == (1, 3)
+            assert found["warnings"][0] < height

@@ -36,23 +36,18 @@ def test_a_torch_without_tensorpipe(monkeypatch: pytest.MonkeyPatch, capsys: Any
     assert "this torch was built without TensorPipe" in line
 
 
-@pytest.mark.parametrize(
-    ("size", "flags", "roles"),
-    [
-        (3, "--ntrainer 3 --routes allreduce", (range(3), range(3, 3), None)),
-        (4, "--ntrainer 3 --routes allreduce", (range(3), range(3, 3), 3)),
-        (5, "--routes hybrid,allreduce", (range(3), range(3, 4), 4)),  # some routes need a server
-    ],
-)
-def test_no_server_where_no_route_needs_one(
-    size: int, flags: str, roles: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    args = parameter_server.parse_args(["--device", "cpu", *flags.split()])
-    assigned = parameter_server.choose_roles(args)
-    assert (assigned.trainers, assigned.servers, assigned.master) == roles
+def test_no_server_where_no_route_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for size, flags, roles in (
+        ("3", "--ntrainer 3 --routes allreduce", (range(3), range(3, 3), None)),
+        ("4", "--ntrainer 3 --routes allreduce", (range(3), range(3, 3), 3)),
+        ("5", "--routes hybrid,allreduce", (range(3), range(3, 4), 4)),  # some routes need a server
+    ):
+        for name, value in (world | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}).items():
+            monkeypatch.setenv(name, value)
+        args = parameter_server.parse_args(["--device", "cpu", *flags.split()])
+        found = parameter_server.choose_roles(args)
+        assert (found.trainers, found.servers, found.master) == roles
 
 
 @pytest.mark.parametrize(
@@ -75,8 +70,7 @@ def test_default_threads_and_transports_of_rpc(
 
 
 def test_the_limit_of_open_files_is_raised_for_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The soft limit is raised as needed, up to the hard limit. 17 ranks need 150 + 17 * 60 files,
-    with uv 150 + 17 * 10."""
+    """Up to the hard limit. 17 ranks need 150 + 17 * 60 files, with uv 150 + 17 * 10."""
     limits, calls = [(64, 1024), (64, 1024), (64, -1), (-1, -1)], []
     monkeypatch.setattr("resource.getrlimit", lambda kind: limits.pop(0))
     monkeypatch.setattr("resource.setrlimit", lambda kind, limit: calls.append(limit))
@@ -89,8 +83,7 @@ def test_the_limit_of_open_files_is_raised_for_rpc(monkeypatch: pytest.MonkeyPat
 
 
 def test_roles_and_device_maps() -> None:
-    """In both directions, by the index of a device on its node; the master needs none. A pair with
-    one side on the CPU has no map, nor has any pair if tensors are sent by the CPU."""
+    """In both directions, by the index of a device on its node, unless one side is on the CPU."""
     roles = replace(split_roles(6, trainers=3, master=True), cuda=frozenset({2, 3}))
     names = ["trainer0", "trainer1", "trainer2", "server0", "server1", "master"]
     assert [roles.name(rank) for rank in range(6)] == names
@@ -105,8 +98,7 @@ def test_roles_and_device_maps() -> None:
 
 
 def test_cases_of_parameter_server() -> None:
-    """Cases without servers come first. The key says how tensors travel. NCCL has no sparse
-    all-reduce, so its embedding is dense."""
+    """Cases without servers come first. NCCL has no sparse all-reduce: its embedding is dense."""
     args = parameter_server.parse_args(["--servers", "batch", "--routes", "rpc,allreduce"])
     roles = split_roles(4, 2, 1, master=True)
     for backend in ("gloo", "nccl"):
@@ -122,12 +114,9 @@ def test_cases_of_parameter_server() -> None:
 
 def test_how_many_trainers_a_server_averages() -> None:
     """6 trainers and 3 servers: 2 for each server, or all 6 for every bucket."""
-    key: dict[str, Any] = {"ranks": 6, "servers": 3}
-    counts = [
-        parameter_server.trainers_of_a_server(key | {"placement": p})
-        for p in ("grouped", "buckets", None)
-    ]
-    assert counts == [2, 6, 6]
+    for placement, count in (("grouped", 2), ("buckets", 6), (None, 6)):
+        key = {"ranks": 6, "servers": 3, "placement": placement}
+        assert parameter_server.trainers_of_a_server(key) == count
 
 
 @pytest.mark.parametrize(

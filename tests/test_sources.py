@@ -62,8 +62,7 @@ def test_ddp_rpc(shown: Callable[..., str]) -> None:
 
 
 def test_ddp_sweep(shown: Callable[..., str]) -> None:
-    """The backend and the bucket size; percentiles and rates of no ddp, one rank and two. On a
-    terminal, those are shown with --wide only."""
+    """Backend and bucket size; percentiles and rates, on a terminal with --wide only."""
     small = ["--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2"]
     small += ["--bucket-size", "3", "--iters", "2"]
     narrow = shown("ddp_sweep", *small, "--no-breakdown", "--world-sizes", "1", ranks=2, columns=80)
@@ -81,8 +80,7 @@ def test_ddp_sweep(shown: Callable[..., str]) -> None:
 
 
 def test_parameter_server(shown: Callable[..., str]) -> None:
-    """The arguments; five statistics of each phase, for each trainer, for each server and for all.
-    A worker without a phase, e.g. a server without buckets, has no row."""
+    """The arguments; five statistics of each phase, for each trainer, each server and all."""
     sizes = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
     flags = f"{sizes} --sample-count 20 --batch-size 4 --bucket-size 0.001 --iters 2 --routes rpc"
     out = shown("parameter_server", *flags.split(), "--nserver", "2", ranks=5)

@@ -3,15 +3,13 @@
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.report import load
-from tests.process import ROOT, Bench
+from tests.process import ROOT, Bench, python
 
 MESHES = "ddp4,dp2tp2,dp2ep2"  # together a mesh for each kind of collective
 
@@ -37,8 +35,7 @@ def test_times_next_to_those_of_real_ranks(bench: Bench, tmp_path: Path) -> None
     report = str(tmp_path / "report.jsonl")
     flags = ["--ranks", "4", "--model", "decoder-nano", "--dtype", "fp32", "--global-batch", "16"]
     flags += ["--measured", *paths, "--against", str(swept.path), "--json", report]
-    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), *flags]
-    done = subprocess.run(command, timeout=500, capture_output=True, text=True)
+    done = python(str(ROOT / "benchmarks" / "traffic.py"), *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = load(report).cases
     assert case.metrics["dp_alone_s"].value == case.metrics["dp_s"].value > 0
@@ -53,8 +50,7 @@ def test_one_process_is_any_rank(tmp_path: Path) -> None:
     report = str(tmp_path / "report.jsonl")
     meshes = "dp2tp4,dp2pp2tp2:1f1b,cp4dp2"
     flags = ["--ranks", "8", "--model", "decoder-nano", "--mesh", meshes, "--json", report]
-    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), *flags]
-    done = subprocess.run(command, timeout=500, capture_output=True, text=True)
+    done = python(str(ROOT / "benchmarks" / "traffic.py"), *flags)
     if "backend_override" not in inspect.signature(init_device_mesh).parameters:
         assert "requires a newer torch, whose init_device_mesh has backend_override" in done.stderr
         return

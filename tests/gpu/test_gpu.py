@@ -77,8 +77,7 @@ def test_ranks_that_share_a_gpu_are_refused(bench: Bench) -> None:
 
 
 def test_the_next_model_is_measured_after_one_is_out_of_memory(bench: Bench) -> None:
-    """resnet152 needs about 38 GB for this batch, mobilenet_v3_small about 3. The process gets a
-    small part of the GPU, because other tests run on it at the same time."""
+    """resnet152 needs about 38 GB for this batch. Other tests run on the GPU at the same time."""
     flags = "--models resnet152,mobilenet_v3_small --batch-size 256 --iters 6 --image-size 224"
     variables = {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.15"}
     words = ("benchmarks/ddp_sweep.py", *flags.split(), "--no-breakdown")

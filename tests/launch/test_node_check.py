@@ -17,18 +17,11 @@ pytestmark = pytest.mark.launch
 def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, burst: str) -> None:
     """100 Mbit/s, after a burst at full speed."""
     slow_link = f"dev veth2 root tbf rate 100mbit burst {burst} latency 50ms".split()
-    words = ["srun", "bash", str(ROOT / "launch" / "slurm_env.sh"), sys.executable]
-    words += ["tests/inject.py", "quiet"]  # the nodes share this machine's cores
-    words += [
-        "benchmarks/node_check.py",
-        "--budget",
-        "100",
-        "--json",
-        "/tmp/nc.jsonl",
-        "--device",
-        "cpu",
-    ]
-    command = shlex.join(words)
+    # `quiet`: the nodes share this machine's cores
+    launch = ["srun", "bash", str(ROOT / "launch" / "slurm_env.sh"), sys.executable]
+    flags = "--budget 100 --json /tmp/nc.jsonl --device cpu"
+    script = f"tests/inject.py quiet benchmarks/node_check.py {flags}"
+    command = f"{shlex.join(launch)} {script}"
     output = tmp_path / "out"
     options = ["-N3", "--ntasks-per-node=1", f"--output={output}", f"--error={output}"]
     lab.network(0, "tc", "qdisc", "add", *slow_link)

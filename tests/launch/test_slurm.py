@@ -162,8 +162,7 @@ def test_not_requeued(
 
 
 def test_runs_of_one_name_do_not_overlap(lab: Lab, checkout: Path, tmp_path: Path) -> None:
-    """The repeated runs of docs/launch.md. There are more nodes than a job needs, so only the
-    dependency keeps the jobs apart. A job that finds the folder of another one fails."""
+    """More nodes than a job needs. A job that finds the folder of another one fails."""
     lines = ["import os, time", "os.mkdir('running')", "time.sleep(2)", "os.rmdir('running')", ""]
     (tmp_path / "any.py").write_text("\n".join(lines))
     options = ["-N1", "--ntasks-per-node=1", "--dependency=singleton", f"--chdir={tmp_path}"]
