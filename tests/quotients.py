@@ -91,9 +91,6 @@ class Row:
     def name(self) -> str:
         return next(iter(self.cells.values()))
 
-    def text(self, head: str) -> str:
-        return self.cells[head]
-
     def __getitem__(self, head: str) -> Range:
         if head not in self.cells:
             raise KeyError(f"{head!r} is not printed beside it")
@@ -112,7 +109,6 @@ class Row:
         return rows[-1][head]
 
 
-Check = Callable[[Row], Range]
 DASHES = re.compile(r"^-+(  -+)+$")
 
 
@@ -156,34 +152,9 @@ def percent(number: Range) -> Range:
     return number * 100
 
 
-def size_in(row: Row, head: str = "") -> Range:
+def size_in(row: Row) -> Range:
     """The size at the end of a row's name."""
-    return printed(row.text(head).split()[-1])
-
-
-def times(first: str, second: str) -> Check:
-    """A rate at a percentile: rate * time is the same as at the median."""
-    unit, rate = (name.partition(" ")[2] for name in (first, second))
-    return lambda row: row[f"p50 {unit}"] * row[f"p50 {rate}"] / row[first]
-
-
-def percentiles(unit: str, rate: str, amount: Check) -> dict[str, Check]:
-    """The rates next to the percentiles of a time. amount: rate * time at the median."""
-    checks: dict[str, Check] = {f"p50 {rate}": lambda row: amount(row) / row[f"p50 {unit}"]}
-    for q in (75, 90, 95):
-        checks[f"p{q} {rate}"] = times(f"p{q} {unit}", f"p{q} {rate}")
-    return checks
-
-
-def exposed(axis: str) -> tuple[str, Check]:
-    without = f"without {axis}, gmean (ms)"
-    return f"exposed {axis} (ms)", lambda row: row["step gmean (ms)"] - row[without]
-
-
-def of_inputs(row: Row, strategy: str = "") -> Range:
-    """Samples of a step on all ranks, or on one rank for `none`."""
-    ranks = of(1) if strategy == "none" else row.above_it(r"# (\d+) ranks? on")
-    return row.above_it(r"batch size (\d+)") * ranks
+    return printed(row.name.split()[-1])
 
 
 def share_of_time(row: Row) -> Range:
@@ -199,10 +170,10 @@ def ranks_of(row: Row) -> int:
     return int(found[2] or found[1]) if found else 1
 
 
-def first_of_its_ranks(row: Row) -> Row:
-    """The first setting on the same ranks, e.g. `1M/2R 25MB none` for `1M/2R 25MB bf16`."""
+def step_of_first(row: Row) -> Range:
+    """Of the first setting on the same ranks, e.g. `1M/2R 25MB none` for `1M/2R 25MB bf16`."""
     ranks, _, _ = row.name.partition(" ")
-    return next(other for other in row.table if other.name.startswith(f"{ranks} "))
+    return next(r for r in row.table if r.name.startswith(f"{ranks} "))["step gmean (ms)"]
 
 
 def batch_of_rank(row: Row) -> Range:
@@ -222,6 +193,10 @@ def step_of(row: Row) -> Range:
     return row[head] if head in row.cells else row.of_its_name(head)
 
 
+def first_step(row: Row) -> Range:
+    return row.table[0]["step gmean (s)"]
+
+
 def efficiency(row: Row) -> Range:
     *_, kind = re.findall(r"\((weak|strong) scaling\)", row.above)
     share = row["one rank gmean (ms)"] / row["step gmean (ms)"]
@@ -229,108 +204,111 @@ def efficiency(row: Row) -> Range:
 
 
 def workers_of(row: Row) -> int:
-    return max(1, int(row.text("").split()[0]))
+    return max(1, int(row.name.split()[0]))
 
 
-# By script: columns that follow from others, and how. A cell `-` is skipped.
-CHECKS: dict[str, dict[str, Check]] = {
+# Numbers above a table: `{batch}` in a formula
+ABOVE = {
+    "batch": r"batch size (\d+)",
+    "global": r"global batch (\d+)",
+    "tokens": r", (\d+) tokens",
+    "ranks": r"# (\d+) ranks? on",
+    "trainers": r"(\d+) trainers?,",
+    "samples": r"steps? of (\d+) samples?",
+    "inputs": r"Linear\((\d+), ",
+    "outputs": r"Linear\(\d+, (\d+)\)",
+    "GB": r"AdamW: (\S+) GB",
+    "every": r"every (\S+) s",
+}
+
+
+def percentiles(unit: str, rate: str, amount: str) -> dict[str, str]:
+    """The rates next to the percentiles of a time. amount: rate * time, as at the median."""
+    at_others = f"[p50 {unit}] * [p50 {rate}]"
+    checks = {f"p{q} {rate}": f"{at_others} / [p{q} {unit}]" for q in (75, 90, 95)}
+    return {f"p50 {rate}": f"{amount} / [p50 {unit}]"} | checks
+
+
+def bandwidth(time: str) -> str:
+    return f"[busbw factor] * [bytes] / [{time}] / 1e6"
+
+
+LONGER = "largest([alone gmean (us)], [other alone gmean (us)])"
+AXES = ("dp", "ddp", "tp", "pp", "cp", "ep")
+# By script: columns that follow from others, with the formula. A cell `-` is skipped.
+CHECKS: dict[str, dict[str, str]] = {
     "batch_update_ps": {
-        "updates/s": lambda row: row["gradients/s"] / row["gradients /update"],
-        "MB/s": lambda row: (
-            row["gradients/s"]
-            * (row.above_it(r"Linear\((\d+), ") + 1)
-            * row.above_it(r"Linear\(\d+, (\d+)\)")
-            * 8e-6
-        ),
+        "updates/s": "[gradients/s] / [gradients /update]",
+        "MB/s": "[gradients/s] * ({inputs} + 1) * {outputs} * 8e-6",
     },
     "checkpoint_sweep": {
-        "stall (s)": lambda row: row["saving gmean (s)"] - row["alone gmean (s)"],
-        "cost (%)": lambda row: percent(row["stall (s)"] / row.above_it(r"every (\S+) s")),
-        "write GB/s": lambda row: row.above_it(r"AdamW: (\S+) GB") / row["upload gmean (s)"],
-        "load (s)": lambda row: row["read (s)"] + row["distribute (s)"] + row["apply (s)"],
-        "load GB/s": lambda row: row.above_it(r"AdamW: (\S+) GB") / row["load (s)"],
+        "stall (s)": "[saving gmean (s)] - [alone gmean (s)]",
+        "cost (%)": "percent([stall (s)] / {every})",
+        "write GB/s": "{GB} / [upload gmean (s)]",
+        "load (s)": "[read (s)] + [distribute (s)] + [apply (s)]",
+        "load GB/s": "{GB} / [load (s)]",
     },
     "collectives": {
-        "both / longer": lambda row: (
-            row["both gmean (us)"] / largest(row["alone gmean (us)"], row["other alone gmean (us)"])
-        ),
-        "serial / longer": lambda row: (
-            (row["alone gmean (us)"] + row["other alone gmean (us)"])
-            / largest(row["alone gmean (us)"], row["other alone gmean (us)"])
-        ),
+        "both / longer": f"[both gmean (us)] / {LONGER}",
+        "serial / longer": f"([alone gmean (us)] + [other alone gmean (us)]) / {LONGER}",
     },
     "compile_sweep": {
-        "vs eager": lambda row: row["eager gmean (s)"] / row["step gmean (s)"],
-        "samples/s": lambda row: of_inputs(row, row.text("").split()[0]) / row["step gmean (s)"],
-        "vs first": lambda row: row.table[0]["step gmean (s)"] / row["step gmean (s)"],
-        "payback (steps)": lambda row: row["compiling (s)"] / row["gain of a step (ms)"] * 1e3,
+        "vs eager": "[eager gmean (s)] / [step gmean (s)]",
+        "samples/s": "{batch} * (1 if row.name.startswith('none') else {ranks}) / [step gmean (s)]",
+        "vs first": "first_step(row) / [step gmean (s)]",
+        "payback (steps)": "[compiling (s)] / [gain of a step (ms)] * 1e3",
     },
-    "ddp_rpc": percentiles("sec/epoch", "samples/s", lambda row: row["samples /epoch"]),
+    "ddp_rpc": percentiles("sec/epoch", "samples/s", "[samples /epoch]"),
     "ddp_sweep": {
-        "efficiency (%)": efficiency,
-        "exposed commun. (ms)": lambda row: (
-            row["step gmean (ms)"] - row["local compute gmean (ms)"]
-        ),
-        "overlap (%)": lambda row: percent(
-            1 - row["exposed commun. (ms)"] / row["commun. alone gmean (ms)"]
-        ),
-        "vs first": lambda row: first_of_its_ranks(row)["step gmean (ms)"] / row["step gmean (ms)"],
-        "samples/s": lambda row: batch_of_rank(row) * ranks_of(row) / step_of(row) * 1e3,
-        "per sample (ms)": lambda row: step_of(row) / (batch_of_rank(row) * ranks_of(row)),
-        **percentiles("sec/iter", "ex/sec/dev", batch_of_rank),
+        "efficiency (%)": "efficiency(row)",
+        "exposed commun. (ms)": "[step gmean (ms)] - [local compute gmean (ms)]",
+        "overlap (%)": "percent(1 - [exposed commun. (ms)] / [commun. alone gmean (ms)])",
+        "vs first": "step_of_first(row) / [step gmean (ms)]",
+        "samples/s": "batch_of_rank(row) * ranks_of(row) / step_of(row) * 1e3",
+        "per sample (ms)": "step_of(row) / (batch_of_rank(row) * ranks_of(row))",
+        **percentiles("sec/iter", "ex/sec/dev", "batch_of_rank(row)"),
     },
     "input_sweep": {
-        "wait (ms)": lambda row: row["step gmean (ms)"] - row["resident gmean (ms)"],
-        "workers needed": lambda row: (
-            workers_of(row) * row["loader gmean (ms)"] / row["resident gmean (ms)"]
-        ),
-        "loader samples/s": lambda row: of_inputs(row) / row["loader gmean (ms)"] * 1e3,
-        "training samples/s": lambda row: of_inputs(row) / row["resident gmean (ms)"] * 1e3,
+        "wait (ms)": "[step gmean (ms)] - [resident gmean (ms)]",
+        "workers needed": "workers_of(row) * [loader gmean (ms)] / [resident gmean (ms)]",
+        "loader samples/s": "{batch} * {ranks} / [loader gmean (ms)] * 1e3",
+        "training samples/s": "{batch} * {ranks} / [resident gmean (ms)] * 1e3",
     },
     "node_check": {},
     "p2p_matrix": {},
     "parallel_sweep": {
-        **dict(map(exposed, ("dp", "ddp", "tp", "pp", "cp", "ep"))),
-        "idle (%)": lambda row: percent(1 - row["busy gmean (ms)"] / row["step gmean (ms)"]),
-        "tokens/s": lambda row: (
-            row.above_it(r"global batch (\d+)")
-            * row.above_it(r", (\d+) tokens")
-            / row["step gmean (ms)"]
-            * 1e3
-        ),
-        "tokens/s /rank": lambda row: row["tokens/s"] / row.above_it(r"# (\d+) ranks? on"),
+        **{f"exposed {x} (ms)": f"[step gmean (ms)] - [without {x}, gmean (ms)]" for x in AXES},
+        "idle (%)": "percent(1 - [busy gmean (ms)] / [step gmean (ms)])",
+        "tokens/s": "{global} * {tokens} / [step gmean (ms)] * 1e3",
+        "tokens/s /rank": "[tokens/s] / {ranks}",
     },
     "parameter_server": {
-        "samples/s": lambda row: (
-            row.above_it(r"steps? of (\d+) samples?")
-            * row.above_it(r"(\d+) trainers?,")
-            / row["step gmean (ms)"]
-            * 1e3
-        ),
-        **percentiles(
-            "sec/step",
-            "samples/s",
-            lambda row: (
-                row.above_it(r"steps? of (\d+) samples?") * row.above_it(r"(\d+) trainers?,")
-            ),
-        ),
-        "variance ms^2": lambda row: row["stdev ms"] * row["stdev ms"],
+        "samples/s": "{samples} * {trainers} / [step gmean (ms)] * 1e3",
+        **percentiles("sec/step", "samples/s", "{samples} * {trainers}"),
+        "variance ms^2": "[stdev ms] * [stdev ms]",
     },
     "replay": {
-        "replayed / alone": lambda row: row["replayed (ms)"] / row["alone (ms)"],
-        "share (%)": share_of_time,
-        "replayed (GB/s)": lambda row: (
-            row["busbw factor"] * row["bytes"] / row["replayed (ms)"] / 1e6
-        ),
-        "alone (GB/s)": lambda row: row["busbw factor"] * row["bytes"] / row["alone (ms)"] / 1e6,
-        "job (GB/s)": lambda row: row["busbw factor"] * row["bytes"] / row["job (ms)"] / 1e6,
+        "replayed / alone": "[replayed (ms)] / [alone (ms)]",
+        "share (%)": "share_of_time(row)",
+        "replayed (GB/s)": bandwidth("replayed (ms)"),
+        "alone (GB/s)": bandwidth("alone (ms)"),
+        "job (GB/s)": bandwidth("job (ms)"),
     },
     "rpc_latency": {
-        "GB/s": lambda row: row["calls/s"] * size_in(row) * 2 / 1e9,
-        "one way GB/s": lambda row: row["one way calls/s"] * size_in(row) / 1e9,
+        "GB/s": "[calls/s] * size_in(row) * 2 / 1e9",
+        "one way GB/s": "[one way calls/s] * size_in(row) / 1e9",
     },
     "traffic": {},
 }
+
+
+def evaluate(formula: str, row: Row) -> Range:
+    """The value of a formula, in which `[header]` is a cell of the row."""
+    code = re.sub(r"\[(.+?)\]", r"row['\1']", formula)
+    code = re.sub(r"\{(\w+)\}", r"row.above_it(ABOVE['\1'])", code)
+    return of(eval(code, globals(), {"row": row}))
+
+
 # Other columns: names, settings, counts, and values that are measured or estimated independently.
 # Those of all scripts, with statistics of a time and with intervals; then those of one script.
 COMMON = re.compile(
@@ -378,9 +356,9 @@ def problems(script: str, out: str) -> list[str]:
             if row.cells.get("step gmean (s)", "-") != "-":
                 steps[row.name] = row["step gmean (s)"]
             for head, cell in row.cells.items():
-                if check := CHECKS[script].get(head):
+                if formula := CHECKS[script].get(head):
                     ratios.add(cell)
-                    found += divided(row, head, check, "# not shown: " in out)
+                    found += divided(row, head, formula, "# not shown: " in out)
                 elif head not in known and not others.search(head):
                     found.append(f"column {head!r} is neither in CHECKS nor in MEASURED")
     said = re.sub(r"\n#   ?", " ", out)  # unfold sentences
@@ -389,13 +367,13 @@ def problems(script: str, out: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def divided(row: Row, head: str, check: Check, is_narrow: bool) -> list[str]:
+def divided(row: Row, head: str, formula: str, is_narrow: bool) -> list[str]:
     """The problem of a cell, if any. is_narrow: columns may be missing."""
     cell = row.cells[head]
     if cell == "-":
         return []
     try:
-        wanted = check(row)
+        wanted = evaluate(formula, row)
     except (KeyError, IndexError, AttributeError) as error:
         if is_narrow:
             return []
