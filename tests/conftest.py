@@ -18,18 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests import quotients
-from tests.process import (
-    ROOT,
-    Bench,
-    Process,
-    Run,
-    Start,
-    Warm,
-    command_of,
-    environment,
-    free_port,
-)
+from tests import process, quotients
+from tests.process import ROOT, Bench, Process, Run, Start, Warm
 
 MARKS = {
     "smoke": "starts torchrun: a script as its user runs it",
@@ -130,9 +120,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
     """start("benchmarks/x.py", *flags, ranks=2, nodes=1, inject=None, **variables) -> Process.
 
-    columns: stdout is a terminal of this width. torch is already imported (tests/warm.py). With
-    `cold=True`, and in tests marked `gpu`, torchrun starts as for a user. Only one process runs at
-    a time: earlier ones have ended or are waited for.
+    columns: stdout (terminal="err": stderr) is a terminal of this width. torch is already imported
+    (tests/warm.py). With `cold=True`, and in tests marked `gpu`, torchrun starts as for a user.
+    Only one process runs at a time: earlier ones have ended or are waited for.
     """
     started: list[Process] = []
 
@@ -144,25 +134,27 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
         inject: str | None = None,
         cold: bool = False,
         columns: int | None = None,
+        terminal: str = "out",
         **variables: str,
     ) -> Process:
         folder = tmp_path / f"run{len(started)}"
         folder.mkdir()
-        commands = command_of(script, *flags, ranks=ranks, nodes=nodes, inject=inject)
+        commands = process.command_of(script, *flags, ranks=ranks, nodes=nodes, inject=inject)
         kind = Process if cold or request.node.get_closest_marker("gpu") else Warm
-        envs = [environment(**variables)] * len(commands)
-        started.append(
-            Warm(commands, folder, envs, columns) if columns else kind(commands, folder, envs)
-        )
+        envs = [process.environment(**variables)] * len(commands)
+        if columns:
+            started.append(Warm(commands, folder, envs, columns, terminal))
+        else:
+            started.append(kind(commands, folder, envs))
         return started[-1]
 
     yield begin
-    for process in started:
-        process.stop()
+    for each in started:
+        each.stop()
     if request.node.get_closest_marker("faults") or request.config.option.markexpr == "oldest":
         return  # Python may warn about what a killed process leaves behind; old torch of itself
     # a warning of Python or torch would interrupt a table
-    lines = [line for process in started for line in (process.out + process.err).splitlines()]
+    lines = [line for each in started for line in (each.out + each.err).splitlines()]
     assert [line for line in lines if "Warning" in line] == []
 
 
@@ -175,7 +167,8 @@ def by_hand(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
     started: list[Warm] = []
 
     def begin(*commands: str, last: dict[str, str] | None = None, **variables: str) -> Warm:
-        job = environment(WORLD_SIZE=str(len(commands)), MASTER_PORT=str(free_port()))
+        of_job = {"WORLD_SIZE": str(len(commands)), "MASTER_PORT": str(process.free_port())}
+        job = process.environment(**of_job)
         job = {name: value for name, value in job.items() if not name.startswith("NCCL_")}
         job |= {"MASTER_ADDR": "127.0.0.1"} | variables
         envs = [job | {"RANK": str(rank)} for rank in range(len(commands))]
@@ -188,8 +181,8 @@ def by_hand(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
         return started[-1]
 
     yield begin
-    for process in started:
-        process.stop()
+    for each in started:
+        each.stop()
 
 
 @pytest.fixture
@@ -212,11 +205,11 @@ def bench(start: Start, tmp_path: Path) -> Bench:
         path = tmp_path / "a folder" / "report.jsonl"
         path.parent.mkdir(exist_ok=True)
         words = [*flags, *(["--json", str(path)] if json else [])]
-        process = start(script, *words, **options)
-        ended = process.wait(timeout)
-        assert status in (None, ended), process.out + process.err
+        run = start(script, *words, **options)
+        ended = run.wait(timeout)
+        assert status in (None, ended), run.out + run.err
         if Path(script).parent == Path("benchmarks"):
-            assert quotients.problems(Path(script).stem, process.out) == []
-        return Run(ended, process.out, process.err, path)
+            assert quotients.problems(Path(script).stem, run.out) == []
+        return Run(ended, run.out, run.err, path)
 
     return run

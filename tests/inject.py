@@ -208,34 +208,25 @@ def never_arrives() -> None:
 
 @fault
 def default_group_fails() -> None:
-    """From the first case on, all collectives of the default group raise, on all ranks."""
-    c10d = dist.distributed_c10d
-    without_backend: list[Any] = []
+    """Collectives and messages without a group raise, on all ranks."""
+    fail = raising(RuntimeError, "the default group")
 
-    def tables() -> list[dict[Any, Any]]:
-        properties = [x.fget for x in vars(type(c10d._world)).values() if isinstance(x, property)]
-        return [x for get in properties if get and isinstance(x := get(c10d._world), dict)]
-
-    def new_group(real: Any, *args: Any, **kwargs: Any) -> Any:
-        if not without_backend:
-            default = dist.group.WORLD
-            without_backend.append(dist.ProcessGroup(dist.HashStore(), RANK, LAST + 1))
-            for table in tables():
-                if default in table:
-                    table[without_backend[0]] = table[default]
-            c10d._update_default_pg(without_backend[0])
-            without_backend.append(default)
+    def call(real: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        if given.get("group") is None:
+            fail()
         return real(*args, **kwargs)
 
-    def destroy(real: Any, group: Any = None) -> None:
-        if group is None and without_backend:
-            for table in tables():
-                table.pop(without_backend[0], None)
-            c10d._update_default_pg(without_backend[1])
-        real(group)
+    def exchange(real: Any, ops: Any) -> Any:
+        if any(op.group is dist.group.WORLD for op in ops):
+            fail()
+        return real(ops)
 
-    patch("torch.distributed.new_group", new_group, rank=None)
-    patch("torch.distributed.destroy_process_group", destroy, rank=None)
+    of_objects = ("all_gather_object", "gather_object", "broadcast_object_list")
+    for name in ("barrier", "all_gather", *of_objects, *OUTPUTS):
+        if hasattr(dist, name):
+            patch(f"torch.distributed.{name}", call, rank=None)
+    patch("torch.distributed.batch_isend_irecv", exchange, rank=None)
 
 
 @fault

@@ -137,8 +137,10 @@ class Warm(Process):
         folder: Path,
         envs: list[dict[str, str]],
         columns: int | None = None,
+        terminal: str = "out",
     ) -> None:
-        """columns: stdout of the commands is a terminal of this width, which is copied to out0."""
+        """columns: stdout (terminal: "out") or stderr ("err") of the commands is a terminal of this
+        width, which is copied to out0 or err0."""
         self.folder, self.parts = folder, []
         name = envs[0].get("CUDALAB", "")
         stand_in = {k: v for k, v in envs[0].items() if name and k in OF_THE_STAND_IN}
@@ -154,21 +156,21 @@ class Warm(Process):
         self.server = Warm.servers[name]
         files = [[str(folder / f"{name}{i}") for name in ("out", "err")] for i in range(len(envs))]
         if columns:
-            name = self.open_terminal(columns)
-            files = [[name, err] for _, err in files]
+            name = self.open_terminal(columns, folder / f"{terminal}0")
+            files = [[name, err] if terminal == "out" else [out, name] for out, err in files]
         request = {"commands": commands, "environments": envs, "files": files}
         self.server.stdin.write(json.dumps(request | {"folder": os.getcwd()}).encode() + b"\n")
         for pid in self.answer(300):  # the first request waits for the import of torch
             with contextlib.suppress(psutil.NoSuchProcess):  # has already ended
                 self.parts.append(psutil.Process(pid))
 
-    def open_terminal(self, columns: int) -> str:
-        """Open a terminal and return its path. `wait` closes it; its output is copied to out0."""
+    def open_terminal(self, columns: int, to: Path) -> str:
+        """Open a terminal and return its path. `wait` closes it; its output is copied to a file."""
         ours, self.terminal = pty.openpty()
         termios.tcsetwinsize(ours, (50, columns))
 
         def copy() -> None:
-            with open(self.folder / "out0", "wb") as out, contextlib.suppress(OSError):
+            with to.open("wb") as out, contextlib.suppress(OSError):
                 while text := os.read(ours, 4096):  # OSError: the terminal is closed
                     out.write(text)
             os.close(ours)

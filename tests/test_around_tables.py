@@ -1,17 +1,13 @@
 """The lines before and after the tables of a run, dry runs, and progress on a terminal."""
 
-import contextlib
 import json
 import os
-import pty
 import re
-import subprocess
-import termios
 from pathlib import Path
 
 import pytest
 
-from tests.process import Bench, command_of, environment
+from tests.process import Bench, Start
 
 FEW = ("-b", "64", "-e", "64", "--device", "cpu")  # one case of collectives.py
 pytestmark = pytest.mark.smoke
@@ -51,22 +47,12 @@ def test_the_last_lines_suggest_commands_and_a_dry_run_resumes(bench: Bench) -> 
     assert planned.report.status == "complete"  # it was not changed
 
 
-def test_a_terminal_shows_the_case_and_the_remaining_time() -> None:
-    """stderr is a terminal of 200 columns. stdout is a pipe without progress lines."""
-    (command,) = command_of("benchmarks/collectives.py", "-b", "64", "-e", "128", ranks=0)
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (50, 200))
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=theirs, env=environment()
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while True:
-                shown += os.read(ours, 4096)
-        out, _ = process.communicate(timeout=500)
-    os.close(ours)
-    assert process.returncode == 0, out
-    assert re.search(rb"case 1 of 2: all_reduce .*64 .*: ", shown)
-    assert re.search(rb"case 2 of 2: all_reduce .*128 .*, \d\S* s; about \d\S* s left", shown)
-    assert b"case 1 of 2" not in out
+def test_a_terminal_shows_the_case_and_the_remaining_time(start: Start) -> None:
+    """stderr is a terminal of 200 columns. stdout is a file without progress lines."""
+    command = ("benchmarks/collectives.py", *FEW, "-e", "128")
+    process = start(*command, ranks=0, columns=200, terminal="err")
+    assert process.wait() == 0, process.out
+    assert re.search(r"case 1 of 2: all_reduce .*64 .*: ", process.err)
+    last = r"case 2 of 2: all_reduce .*128 .*, \d\S* s; about \d\S* s left"
+    assert re.search(last, process.err)
+    assert "case 1 of 2" not in process.out

@@ -1,5 +1,6 @@
 """parallel_sweep.py in full runs: every kind of mesh, the check, a planted delay."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -65,3 +66,40 @@ def test_a_planted_delay_is_found_on_its_axis(bench: Bench, tmp_path: Path) -> N
     assert wanted >= 0.1
     assert found["exposed_dp_s"].value == pytest.approx(wanted, rel=0.01)
     assert abs(found["exposed_cp_s"].value) < 0.01 * wanted
+
+
+def communication_by_range(file: Path) -> dict[str, list[int]]:
+    """How many operations of gloo began in each range of a trace, by the range's name."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    begun = [event["ts"] for event in complete if event["name"].startswith("gloo:")]
+    counts: dict[str, list[int]] = {}
+    for event in complete:
+        if event["name"] in ("step", "without dp", "compute"):
+            start, end = event["ts"], event["ts"] + event["dur"]
+            within = [time for time in begun if start <= time <= end]
+            counts.setdefault(event["name"], []).append(len(within))
+    return counts
+
+
+@pytest.mark.smoke
+def test_a_trace_without_an_axis_communicating(bench: Bench, tmp_path: Path) -> None:
+    """Only rank 1 writes a trace. The samples are as without the flag."""
+    folder = tmp_path / "tr aces"
+    flags = ("--iters", "2", "--mesh", "dp2", "--profile", str(folder), "--profile-ranks", "1")
+    run = bench(SCRIPT, *SMALL, *flags)
+    (case,) = run.report.cases
+    assert case.check == "passed"
+    assert [len(times) for times in case.samples_s["step"]] == [2, 2]
+    assert list(case.metrics["traces"]) == ["1"]
+    summary = case.metrics["traces"]["1"]
+    (file,) = folder.iterdir()
+    assert summary["file"] == str(file)
+    assert file.name.endswith("-rank1.json.gz")
+    assert set(summary) == {"file", "slowdown", "step_s"}
+    assert summary["slowdown"] > 0
+    assert f"\n# trace of rank 1: {str(file).replace('rank1', 'rank*')}" in run.out
+    counts = communication_by_range(file)
+    assert [len(counts[name]) for name in counts] == [5] * len(case.samples_s)
+    assert min(counts.pop("step")) > 0
+    assert set(map(max, counts.values())) == {0}

@@ -104,8 +104,7 @@ def test_an_edited_program_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kept", [["a", "b/01"], ["a"], []], ids=str)
 def test_reports_with_other_contents_are_refused(out: Path, kept: list[str]) -> None:
-    """Of a command whose reports record what ran, in their first line or in a later one. Nothing is
-    then said to be unchecked. It does not matter which reports were removed."""
+    """Of a command whose reports record what ran, whichever reports were removed."""
     loads = ', "contents": {"late": open(out + "/m").read()}'
     text = FAKE.replace('{"variables":', '{"contents": {"mine": "1"}, "variables":')
     (out.parent / "fake.py").write_text(text.replace('"ranks": [0]', f'"ranks": [0]{loads}'))
@@ -227,8 +226,7 @@ def test_a_coin_decides_the_order_of_each_pair() -> None:
 
 
 def test_which_flags_may_differ_when_a_call_continues(out: Path) -> None:
-    """How runs are judged may change. The commands, which may have several lines, and the planned
-    number of runs may not."""
+    """Those on how runs are judged. One of the commands has two lines."""
     commands = (out, "0.1 x", "0.1\n x", "--allow-disturbed", "--runs", "2")
     for more in ("", "--margin 5%", "--max-runs 9", "--fail-on slower", "--format json"):
         compared(*commands, *more.split())

@@ -70,8 +70,7 @@ def test_some_runs_of_both_sides_do_not_count(tmp_path: Path) -> None:
 
 
 def test_too_few_runs_and_pairs(tmp_path: Path) -> None:
-    """One run a side has no interval, and two that differ widely have none either. Pairs whose runs
-    had different loads do not count."""
+    """Few or scattered runs have no interval. Pairs with different loads do not count."""
     a, b = runs(tmp_path / "a", [0.1, 0.4]), runs(tmp_path / "b", [0.3])
     write(tmp_path / "b" / "1.jsonl", case("no ddp"), others=[[1.0, 2]], started_at=start(1))
     content, _ = document(f"{a}/00.jsonl", "--test", f"{b}/00.jsonl")
@@ -102,8 +101,7 @@ def test_a_run_whose_pair_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_case_has_the_runs_of_its_benchmark(tmp_path: Path) -> None:
-    """Two benchmarks a side, whose reports alternate in time: 0.2 s of one are not 0.1 s of the
-    other. The first run of `y` in TEST was interrupted."""
+    """Reports of two benchmarks alternate in time. The first run of `y` in TEST was interrupted."""
     for side, i in itertools.product("ab", range(6)):
         about: dict[str, Any] = {"benchmark": "xy"[i % 2], "started_at": start(i)}
         about |= {"status": None} if (side, i) == ("b", 1) else {}

@@ -168,8 +168,7 @@ def test_an_unchecked_case_is_measured_again() -> None:
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_refused_run_leaves_no_empty_report(is_replaced: bool, tmp_path: Path) -> None:
-    """Also if it is refused after the report was opened, such as for --paths. The report of an
-    earlier run keeps its name."""
+    """Not even after it was opened. The report of an earlier run keeps its name."""
     path = tmp_path / "r.jsonl"
     bench: Any = Mock(args=Mock(resume=False), is_report_open=False, replaced=None)
     bench.report = Report("x", {}, str(path))

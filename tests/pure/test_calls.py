@@ -172,8 +172,7 @@ def table_of_receives(*paths: str) -> list[list[str]]:
 
 
 def test_a_stage_waits_in_its_receive(tmp_path: Path) -> None:
-    """Kernels without arguments, in a job of two ranks: rank 1 receives from the beginning, rank 0
-    sends after 30 ms."""
+    """Rank 1 receives from the beginning, rank 0 sends after 30 ms. Kernels have no arguments."""
     groups = [{"pg_name": "1", "pg_size": 2, "ranks": [0, 1]}]
     ranks = stage((30_010, 300, {})), stage((10, 30_300, {}))
     paths = save_ranks(tmp_path, *ranks, pg_config=groups)
@@ -224,8 +223,7 @@ def gloo(*calls: tuple[float, float, dict[str, Any]]) -> Events:
 
 
 def test_two_threads_of_gloo(tmp_path: Path) -> None:
-    """Rank 0 waits in two threads of gloo, from 10 and from 20 us on, for 90 us in all. So rank 1
-    is 90 us late, not 90 + 80."""
+    """Rank 0 waits in both, from 10 and from 20 us on: 90 us in all, not 90 + 80."""
     ranks = [gloo((a, 110 - a, {}), (b, 120 - b, {})) for a, b in ((10, 20), (100, 100))]
     assert columns(*save_ranks(tmp_path, *ranks)) == {"0": ["0.09", "0"], "1": ["0", "0.09"]}
     # Two threads of gloo start a large and a small all-reduce in another order on rank 1.
@@ -246,8 +244,7 @@ def test_ranks_wait_in_custom_all_reduces(tmp_path: Path) -> None:
 
 
 def gathers(calls: int = 4, numbered: bool = True, windows: int = 0) -> Events:
-    """Three steps of all-gathers of 9, 1, 9 and 1 ms, or the last `calls` of them. windows: number
-    of the first step."""
+    """Three steps of all-gathers of 9, 1, 9, 1 ms, or the last `calls`. windows: the first step."""
     events = []
     for number in range(3):
         start = 1000 + number * 50_000

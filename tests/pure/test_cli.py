@@ -50,10 +50,8 @@ def parse(*words: str) -> argparse.Namespace:
 def test_torchrun_reports_the_reason(
     rank: str, speaks: bool, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """Every rank writes the reason to its error file, because torchrun may pick any rank as the
-    root cause; torchrun's own code reads it here. Only rank 0, or a rank that does not know its
-    number, prints it, and not again after a restart.
-    """
+    """Every rank writes it to its file, since torchrun may pick any as the root cause. Only rank 0,
+    or a rank that does not know its number, prints it, and not again after a restart."""
     path = str(tmp_path / "error.json")
     monkeypatch.setattr("harness.exits.time.sleep", lambda seconds: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
@@ -180,8 +178,7 @@ def test_the_version_and_the_first_lines(rank: str, monkeypatch: Any, capsys: An
 def test_a_rank_started_by_hand_prints_its_own_mistake(
     launcher: str | None, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Each rank started by hand has its own command line. Under a launcher all ranks have the same
-    one, and only rank 0 prints the mistake."""
+    """It has its own command line. Under a launcher all ranks have the same one."""
     for name in ("TORCHELASTIC_RUN_ID", *(rank for rank, _ in exits.read_launchers())):
         monkeypatch.delenv(name, raising=False)
     if launcher:

@@ -87,9 +87,7 @@ def test_the_time_of_a_run_is_made_of_its_blocks(tmp_path: Path) -> None:
 
 def test_false_discoveries_by_hand() -> None:
     """Of ten cases, five differ by 1.7 to 4 standard errors and have p <= 0.05.
-
-    Benjamini and Hochberg at 5%: 0.0187 > 0.05 * 2 / 10, so only the first is significant.
-    """
+    Benjamini and Hochberg at 5%: 0.0187 > 0.05 * 2 / 10, so only the first is significant."""
     scatter = [-0.01, 0.01, -0.01, 0.01, -0.01, 0.01]
     cases = []
     for shift in (0.03, 0.016, *[0.014] * 3, *[0.001] * 5):

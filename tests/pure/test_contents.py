@@ -58,8 +58,7 @@ def test_what_was_imported_counts_however_it_was_found(folder: Path) -> None:
 
 
 def test_installed_modules_are_not_local(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except those of an editable installation, which an import hook may find. Generated modules
-    of an installed package are in other folders."""
+    """Except those of an editable installation, which an import hook may find."""
     write(folder / "lib" / "python3" / "dist-packages" / "theirs.py", "")
     sys.path.append(str(folder / "lib" / "python3" / "dist-packages"))
     write(folder / "source" / "__init__.py", "")

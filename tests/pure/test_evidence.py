@@ -34,8 +34,7 @@ def judged(folder: Path, base: list[float], test: list[float], *more: str, **abo
 
 
 def test_a_copied_run_does_not_count_twice(tmp_path: Path) -> None:
-    """Two runs a side and two copies of each. With the copies the interval would be 1.002 to
-    1.066."""
+    """With two copies of each of two runs a side the interval would be 1.002 to 1.066."""
     for side, times in (("old", [1.0, 1.02]), ("new", [1.04, 1.06])):
         runs(tmp_path / side, times)
         for copy in ("1", "2"):
@@ -203,8 +202,7 @@ def test_loads_of_other_nodes_and_in_a_file_next_to_the_report(tmp_path: Path) -
 
 
 def test_the_load_of_a_resumed_report(tmp_path: Path) -> None:
-    """A run that was interrupted has no load, the busiest run counts, and a later run that measures
-    nothing has no load of its own."""
+    """An interrupted run has no load, and the busiest run counts if any of its cases is left."""
     later = {"measured_at": "2026-01-02T03:04:05+00:00"}
     x, y, busy = case("x"), case("y", **later), {"status": "failed", "others": [[1.9, 2]]}
     for lines, others, loads in (

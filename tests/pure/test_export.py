@@ -64,8 +64,7 @@ def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:
 
 
 def test_reports_that_do_not_fit_pytorchs_format(tmp_path: Path) -> None:
-    """Two bucket sizes, interleaved settings, and a case that has only the times of the slowest
-    rank."""
+    """Two bucket sizes, interleaved settings, and only the times of the slowest rank."""
     turns = ddp("x", 2)
     turns["key"] |= {"bucket_size_mb": None, "settings": "1MB none, 25MB none"}
     slowest = {"bounded": True, "samples_s": {"step": [[1.1, 1.2]]}}
@@ -94,8 +93,7 @@ def test_exported_numbers_are_those_of_the_report() -> None:
 
 
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
-    """A spreadsheet would execute it. Numbers are not changed, not even negative ones in
-    strings."""
+    """A spreadsheet would execute it. Numbers stay, even negative ones in strings."""
     key = {"=1+1": "@SUM(1)", "size": "-2+3", "root": "-1", "shift": -4}
     about: dict[str, Any] = {"key": key, "table": "=HYPERLINK(1)"}
     about["metrics"] = {"late_s": estimate(-0.5, -1, 0.25)}

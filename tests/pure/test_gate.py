@@ -199,8 +199,7 @@ class Github:
         }
 
     def run(self) -> tuple[int, str]:
-        """Run all `run:` scripts as GitHub does. Returns exit status and stdout of the last one of
-        each job."""
+        """Run all `run:` scripts as GitHub does: status and stdout of the last one of each job."""
         assert workflow()["defaults"]["run"]["shell"] == "bash"
         status, printed = 0, ""
         stand_ins, output = self.folder / "bin", self.folder / "output"
@@ -220,8 +219,7 @@ class Github:
 
 
 def test_what_the_workflow_uses_of_github() -> None:
-    """The checkouts are where the scripts expect them. Code of a pull request gets no token that
-    can write: permissions are those of a job, and its environment is that of all its steps."""
+    """Code of a pull request gets no token that can write: permissions are those of a job."""
     content = workflow()
     speed, neutral = content["jobs"].values()
     first, second, *others = speed["steps"]
@@ -330,8 +328,7 @@ def test_a_command_that_fails_fails_the_job(tmp_path: Path) -> None:
     ],
 )
 def test_the_stored_baseline(tmp_path: Path, seconds: str, status: int, verdict: str) -> None:
-    """14 nights that differ by 1% against one: +-2.3%. A night joins the baseline unless it
-    fails."""
+    """14 nights that differ by 1% against one: +-2.3%. A night joins them unless it fails."""
     make, measure, compare, keep = block("mkdir -p nights").splitlines()
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "seconds").write_text(seconds)

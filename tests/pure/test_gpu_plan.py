@@ -81,8 +81,7 @@ def test_the_plan_has_all_scripts_and_valid_flags(
 
 
 def test_the_plan_judges_tasks_and_enforces_time_limits(tmp_path: Path) -> None:
-    """A task passes, or fails for the injected reason. Tasks with several NCCL ranks run one at a
-    time, because their kernels spin and would compete for the GPU."""
+    """Tasks of several NCCL ranks, whose kernels spin, do not run at the same time."""
     folder, python = tmp_path / "an out", tmp_path / "a python"
     python.write_text(PYTHON)
     python.chmod(0o755)

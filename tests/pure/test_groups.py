@@ -57,8 +57,7 @@ def test_a_closed_stdout_prevents_no_group(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_rank_leaves_a_gather_before_all_have_arrived(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's gather_object first all-gathers the sizes. Otherwise early ranks would continue while
-    rank 0 waits for the late one, and both would look late."""
+    """torch first all-gathers the sizes: early ranks wait, so that only the late one looks late."""
     calls = Mock()
     for name in ("all_gather", "gather"):
         calls.attach_mock(Mock(wraps=getattr(dist.distributed_c10d, name)), name)
@@ -114,8 +113,7 @@ def test_no_abort_waits_for_another_groups_kernels() -> None:
 
 
 def test_no_two_threads_abort_one_group() -> None:
-    """NCCL in torch 2.15 does not support that. The second thread waits until the abort has
-    ended."""
+    """NCCL in torch 2.15 does not support it: the second one waits until the abort has ended."""
     events: list[str] = []
 
     def abort() -> None:

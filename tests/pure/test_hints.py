@@ -33,8 +33,7 @@ def said(
 
 
 def test_which_intervals_count() -> None:
-    """Not that of a difference that includes 0, and not that of a rate, which follows from a
-    time."""
+    """Not that of a difference that includes 0, nor that of a rate, which follows from a time."""
     for metrics, is_counted in (
         ({"step_s": NONE, "late_s": SURE}, True),
         ({"step_s": SURE, "late_s": WIDE}, True),

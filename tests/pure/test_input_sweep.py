@@ -57,8 +57,7 @@ def test_paused_workers_are_idle_and_nothing_is_prefetched() -> None:
 
 
 def case_of(step_s: float, resident_s: float, rounds: int = 6, cache: str = "warm") -> Case:
-    """A case of 2 ranks with 2 workers each and 8 samples a step. The loader takes 20 ms a
-    batch."""
+    """A case of 2 ranks, 2 workers each, 8 samples a step. The loader takes 20 ms a batch."""
     key = {"workers": 2, "batch_size": 8, "cache": cache}
     case = Case(key=key, ranks=[0, 1], name=f"{step_s:g} s, {cache}")
     seconds = {"step": step_s, "resident": resident_s, "loader": 0.02}

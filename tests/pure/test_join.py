@@ -112,8 +112,7 @@ def test_several_hosts_need_local_ranks(by_hand: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(by_hand: pytest.MonkeyPatch) -> TCPStore:
-    """The store of torchrun's agent, in which rank 2 of 3 ranks has arrived in an earlier attempt
-    and rank 1 in this one."""
+    """The store of torchrun's agent. Rank 2 arrived in an earlier attempt, rank 1 in this one."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     row = json.dumps(["vm", "127.0.0.1"])
     PrefixStore("torchrun-bench/0", store).set("here/2", row)
@@ -190,8 +189,7 @@ print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["TP_SOCKET_IFNAME"], before -
 
 
 def test_gloo_uses_loopback_and_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default gloo listens on the address of the host name, and glibc returns freed memory to
-    the system, which makes the first case slower. Variables that the user has set are kept."""
+    """Neither is the default. Variables that the user has set are kept."""
     users = {name: text for name, text in process.environment().items() if "MALLOC_" not in name}
     users = {name: text for name, text in users.items() if "IFNAME" not in name}
     users["TP_SOCKET_IFNAME"] = "lo,lo"

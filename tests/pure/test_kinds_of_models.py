@@ -180,8 +180,7 @@ def test_it_is_refused_in_one_line(kind: str, job: Job) -> None:
 
 
 def test_the_default_group_of_a_users_code(job: Job) -> None:
-    """It is that of the case, or an own one. Groups that the code creates are closed with the case,
-    and aborted while it runs."""
+    """It is that of the case or its own. Groups that the code creates end with the case."""
     group = GroupCache(job).acquire((0,))
     assert group
     workload = group.workload

@@ -201,8 +201,7 @@ def test_copies_in_a_collective_communicate(tmp_path: Path) -> None:
 
 
 def test_copies_in_a_range_on_the_host_only(tmp_path: Path) -> None:
-    """The range is not on the GPU: the copies whose launches lie within it communicate, those at 0
-    and 4 ms. The matmul is launched at 8 ms."""
+    """Copies that are launched within the range communicate: those at 0 and 4 ms."""
     for name, thread, end, exposed in (
         ("nccl:_all_gather_base", 100, 4005, "80.0"),
         ("nccl:_all_gather_base", 7, 4005, "0.0"),  # another thread
@@ -336,8 +335,7 @@ def test_each_case_of_a_folder_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_late_rank_by_the_names_of_files(tmp_path: Path) -> None:
-    """12 files, of which the one with the number 2 is 0.3 ms late; in the order of the alphabet it
-    would be the fifth one."""
+    """Of 12 files number 2, the fifth one in alphabetical order, is 0.3 ms late."""
     about: dict[str, Any] = {"Process Group Ranks": str(list(range(12))), "Group size": 12}
     for name in (
         *("exp-rank[{}].1762000000.pt.trace.json", "trace_{}.json", "1762-TP-{}.trace.json"),

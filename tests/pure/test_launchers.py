@@ -28,21 +28,15 @@ def fake(folder: Path, name: str, text: str) -> str:
     return f"PATH={folder}:/usr/bin:/bin"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node[001-002,007],gpu-1", "node001"),
-        ("rack[1-2]n[01-04]", "rack1n01"),
-        ("n[08-12]-ib", "n08-ib"),
-    ],
-)
-def test_the_first_host_of_a_nodelist(nodes: str, first: str, tmp_path: Path) -> None:
+def test_the_first_host_of_a_nodelist(tmp_path: Path) -> None:
     """In a container Slurm's variables are set, but its programs are missing."""
     for name in ("bash", "sed", "getent", "sh"):
         (tmp_path / name).symlink_to(f"/usr/bin/{name}")
-    given = f"{STEP} SLURM_STEP_NODELIST={nodes} PATH={tmp_path}"
-    done = start("slurm_env.sh", "bash", "-c", "echo $MASTER_ADDR:$MASTER_PORT", given=given)
-    assert (done.stdout, done.stderr) == (f"{first}:24711\n", "")
+    lists = {"node[001-002,007],gpu-1": "node001", "rack[1-2]n[01-04]": "rack1n01"}
+    for nodes, first in (lists | {"n[08-12]-ib": "n08-ib"}).items():
+        given = f"{STEP} SLURM_STEP_NODELIST={nodes} PATH={tmp_path}"
+        done = start("slurm_env.sh", "bash", "-c", "echo $MASTER_ADDR:$MASTER_PORT", given=given)
+        assert (done.stdout, done.stderr) == (f"{first}:24711\n", "")
 
 
 @pytest.mark.parametrize(
@@ -90,12 +84,12 @@ def test_a_hostfile_with_bom_and_crlf(tmp_path: Path, begin: str, end: str) -> N
     (tmp_path / "hosts").write_bytes((begin + end.join(lines)).encode())
     done = start("ssh_torchrun.sh", str(tmp_path / "hosts"), SCRIPT, given="DRY_RUN=1")
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first.startswith("[node1] ")
-    assert "--nproc-per-node=8" in first
-    assert second.startswith("[node2] ")
-    assert "--nproc-per-node=4" in second
     assert "\r" not in done.stdout
+    for line, (host, ranks) in zip(
+        done.stdout.splitlines(), (("node1", 8), ("node2", 4)), strict=True
+    ):
+        assert line.startswith(f"[{host}] ")
+        assert f"--nproc-per-node={ranks}" in line
 
 
 def test_dry_run_0_starts_the_ranks(tmp_path: Path) -> None:
@@ -109,21 +103,19 @@ def test_dry_run_0_starts_the_ranks(tmp_path: Path) -> None:
     assert start("slurm_srun.sbatch", SCRIPT, given=given).stdout == "srun was started\n"
 
 
-@pytest.mark.parametrize(
-    ("cpus", "ranks", "said"),
-    [
+def test_each_rank_has_its_own_cpus(tmp_path: Path) -> None:
+    """The last rank. `taskset` reports these CPUs for the process."""
+    refused = "bind_cores.sh: error: 5 CPUs for 6 ranks; start fewer ranks per node\n"
+    for cpus, ranks, said in (
         ("0-3,8", 2, "-c 2,3 python x.py a b\n"),
         ("1,3,9-11", 5, "-c 11 python x.py a b\n"),
-        ("0-3,8", 6, "bind_cores.sh: error: 5 CPUs for 6 ranks; start fewer ranks per node\n"),
-    ],
-)
-def test_each_rank_has_its_own_cpus(cpus: str, ranks: int, said: str, tmp_path: Path) -> None:
-    """The last rank. `taskset` reports these CPUs for the process."""
-    list_of_cpus = f"pid $2's current affinity list: {cpus}"
-    shows = f'if [ "$1" = -pc ]; then echo "{list_of_cpus}"; else echo "$@"; fi'
-    given = f"{fake(tmp_path, 'taskset', shows)} LOCAL_RANK={ranks - 1} LOCAL_WORLD_SIZE={ranks}"
-    done = start("bind_cores.sh", "python", "x.py", "a b", given=given)
-    assert done.stdout + done.stderr == said
+        ("0-3,8", 6, refused),
+    ):
+        shows = f'echo "pid $2\'s current affinity list: {cpus}"'
+        path = fake(tmp_path, "taskset", f'if [ "$1" = -pc ]; then {shows}; else echo "$@"; fi')
+        given = f"{path} LOCAL_RANK={ranks - 1} LOCAL_WORLD_SIZE={ranks}"
+        done = start("bind_cores.sh", "python", "x.py", "a b", given=given)
+        assert done.stdout + done.stderr == said
 
 
 SUMMARY = "  exitcode  : {} (pid: 4711)"  # as torchrun prints it

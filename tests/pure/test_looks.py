@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,29 @@ def plus(times: Sequence[float], more: Callable[[int], float]) -> list[float]:
     return [t + more(i) for i, t in enumerate(times)]
 
 
-def sides(
-    folder: Path,
-    make: Callable[[bool, int], list[float]],
-    *words: str,
-    runs: int = 6,
-    names: Sequence[str] = ("{}.log",),
-) -> tuple[int, str]:
-    """The exit status and the output of a comparison. make: the times of a run; whether it is one
-    of TEST, and its number. names: the files of BASE and, if others, of TEST."""
+def none(step: int) -> float:
+    return 0.0
+
+
+def write_sides(folder: Path, make: Any, runs: int = 6, names: Any = ("{}.log",)) -> None:
+    """make: the times of a run; whether it is one of TEST, and its number. names: the files of
+    BASE and, if others, of TEST."""
     for number in range(runs):
         write(folder / "old" / names[0].format(number), make(False, number))
         write(folder / "new" / names[-1].format(number), make(True, number))
-    return compare(folder, *words)
+
+
+def sides(
+    folder: Path, base: Any, old: Any = none, new: Any = none, **options: Any
+) -> tuple[int, str]:
+    """The exit status and the output of a comparison. base: mean, scatter and number of the steps.
+    old, new: what each step of BASE and of TEST takes longer."""
+
+    def make(is_test: bool, n: int) -> list[float]:
+        return plus(near(base[0], 2 * n + is_test, *base[1:]), new if is_test else old)
+
+    write_sides(folder, make, **options)
+    return compare(folder)
 
 
 def compare(folder: Path, *words: str) -> tuple[int, str]:
@@ -80,11 +91,7 @@ def test_the_mean_sees_stalls(
     tmp_path: Path, every: int, wait_ms: float, ratio: str, text: str
 ) -> None:
     """The median of a step stays, and the training takes longer, or is faster."""
-
-    def make(is_test: bool, n: int) -> list[float]:
-        return plus(near(9.4, 2 * n + is_test), lambda i: wait_ms * is_test * (i % every == 1))
-
-    status, out = sides(tmp_path, make)
+    status, out = sides(tmp_path, [9.4], new=lambda i: wait_ms * (i % every == 1))
     assert status == 1, out
     assert re.search(r"^step +9.39\d ms +9.[34]\d+ ms .* same ", out, re.MULTILINE), out
     assert "97.5% interval" in out
@@ -96,23 +103,15 @@ def test_the_mean_sees_stalls(
 @pytest.mark.parametrize("stall_ms", [0.0, 20.0])
 def test_logs_that_stall_alike_have_one_line(tmp_path: Path, stall_ms: float) -> None:
     """A steady log gets no new line, and neither do logs with the same stalls."""
-
-    def make(is_test: bool, n: int) -> list[float]:
-        return plus(near(9.4, 2 * n + is_test, 0.01), lambda i: stall_ms * (i % 4 == 1))
-
-    status, out = sides(tmp_path, make)
+    stalls = [lambda i: stall_ms * (i % 4 == 1)] * 2
+    status, out = sides(tmp_path, [9.4, 0.01], *stalls)
     assert (status, "mean" in out.replace("means", ""), "warning" in out) == (0, False, False), out
 
 
 def test_median_and_mean_that_contradict_each_other_are_undecided(tmp_path: Path) -> None:
     """In BASE, one step of four takes 40 ms and the others 10; in TEST, all take 12 ms: the mean
     falls from 17.5 to 12 ms, and the median grows."""
-
-    def make(is_test: bool, n: int) -> list[float]:
-        times = near(12.0 if is_test else 10.0, 2 * n + is_test)
-        return plus(times, lambda i: 30 * (not is_test) * (i % 4 == 1))
-
-    status, out = sides(tmp_path, make)
+    status, out = sides(tmp_path, [10], lambda i: 30 * (i % 4 == 1), lambda i: 2)
     assert status == 4, out
     assert re.search(r"^step +10.\d+ ms +12.\d+ ms +1.20x slower .* undecided$", out, re.MULTILINE)
     assert re.search(r"^step, mean .* 1.46x faster .* undecided$", out, re.MULTILINE), out
@@ -152,8 +151,8 @@ def test_a_sentence_about_unusual_steps(times: list[float], text: str) -> None:
         # (29 * 100 + 31 * 140) / (31 * 100 + 29 * 140); the medians are 100 and 140 ms
         (40, lambda i, is_test: i >= 31 - 2 * is_test, 0.1, "1.01x slower", "87 of 180"),
         # nobody trains at a median of 150 ms
-        (100, lambda i, _: i % 2 > 0, 0.1, "1.00x", "90 of 180"),
-        (100, lambda i, _: i % 2 > 0, 2.0, "1.00x", "90 of 180"),
+        (100, lambda i, is_test: i % 2 > 0, 0.1, "1.00x", "90 of 180"),
+        (100, lambda i, is_test: i % 2 > 0, 2.0, "1.00x", "90 of 180"),
         # only TEST: (100 + 140) / 2 / 100
         (40, lambda i, is_test: is_test and i % 2 > 0, 0.1, "1.20x slower", "90 of 180"),
     ],
@@ -161,11 +160,9 @@ def test_a_sentence_about_unusual_steps(times: list[float], text: str) -> None:
 def test_a_median_between_two_kinds_of_steps_does_not_decide(
     tmp_path: Path, slow_ms: float, is_slow: Any, scatter: float, ratio: str, text: str
 ) -> None:
-    def make(is_test: bool, n: int) -> list[float]:
-        times = near(100, 2 * n + is_test, scatter, 60)
-        return plus(times, lambda i: slow_ms * is_slow(i, is_test))
-
-    out = sides(tmp_path, make, runs=3)[1]
+    old, new = (partial(is_slow, is_test=is_test) for is_test in (False, True))
+    steps = [100, scatter, 60]
+    out = sides(tmp_path, steps, lambda i: slow_ms * old(i), lambda i: slow_ms * new(i), runs=3)[1]
     assert not re.search("^step  ", out, re.MULTILINE), out
     assert re.search(rf"^step, mean .* {ratio} ", out, re.MULTILINE), out
     low, high = r"(99\.|100\.)\d+ ms", rf"({99 + slow_ms}|{100 + slow_ms})\.\d ms"
@@ -229,13 +226,11 @@ def test_slow_leading_steps(times: list[float], starts: list[int], expected: lis
 
 
 def test_leading_steps_are_left_out_with_a_line(tmp_path: Path) -> None:
-    def make(is_test: bool, number: int) -> list[float]:
-        return [3000.0, 400.0, *near(9.4, 2 * number + is_test)]
-
-    status, out = sides(tmp_path, make)
+    slow = [lambda i: [3000, 400, *[0] * 40][i]] * 2
+    status, out = sides(tmp_path, [9.4, 0.05, 42], *slow)
     assert status == 0, out
     assert "the first 2 steps of the logs of TEST took more than 3 medians" in out
-    assert re.search(r"^step +9.39\d ms +9.39\d ms .* same ", out, re.MULTILINE), out
+    assert re.search(r"^step +9.\d+ ms +9.\d+ ms .* same ", out, re.MULTILINE), out
     assert "first 2" not in compare(tmp_path, "--skip", "2")[1]
 
 
@@ -314,11 +309,10 @@ def test_ranks_of_one_job_are_one_run(
     tmp_path: Path, name: str, seed: int, base: float, own: float, dates: Any, expected: str
 ) -> None:
     jobs = [job(number, middle, own, 200) for number, middle in ((1, 100.0), (seed, base))]
-    status, out = sides(tmp_path, lambda is_test, n: jobs[is_test][n], runs=4, names=[name])
+    write_sides(tmp_path, lambda is_test, n: jobs[is_test][n], 4, [name])
     for side, (n, hour) in itertools.product(("old", "new"), enumerate(dates)):
         dated(tmp_path / side / name.format(n), f"2026-11-29 {hour}:00:0{{}} ", 100)
-    if dates:
-        status, out = compare(tmp_path)
+    status, out = compare(tmp_path)
     assert expected in out
     assert ("go together" in out) == (expected[0] != "4" or "of one job" in expected)
     if seed == 2 and base > 100:
@@ -335,7 +329,8 @@ def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     def make(is_test: bool, n: int) -> list[float]:
         return plus(job(1 + is_test, 100.0)[n], lambda i: 0.2 * n)
 
-    out = sides(tmp_path, make, runs=2)[1]
+    write_sides(tmp_path, make, 2)
+    out = compare(tmp_path)[1]
     assert re.search(r"^step +100.\d ms +100.\d ms", out, re.MULTILINE)
     assert "left out: 1 file without a match of --step: " in out
 
@@ -354,11 +349,7 @@ def test_ranks_whose_steps_do_not_go_together(
     tmp_path: Path, name: str, dates: bool, count: int, line: str
 ) -> None:
     """They count as runs, and a line asks. The files of TEST have other names and no dates."""
-
-    def make(is_test: bool, n: int) -> list[float]:
-        return near(100, 10 * n + is_test, 0.5, count)
-
-    out = sides(tmp_path, make, runs=2, names=(name, "{}.log"))[1]
+    out = sides(tmp_path, [100, 0.5, count], runs=2, names=(name, "{}.log"))[1]
     if dates:
         for number in range(2):
             dated(tmp_path / "old" / name.format(number), "2026-11-29 10:00:{:02} ")
@@ -379,10 +370,7 @@ def test_ranks_whose_steps_do_not_go_together(
     ],
 )
 def test_separate_runs_are_not_ranks(tmp_path: Path, more: Any, said: str) -> None:
-    def make(is_test: bool, n: int) -> list[float]:
-        return plus(near(10, 2 * n + is_test, 0.05, 120), lambda i: is_test * more(i))
-
-    status, out = sides(tmp_path, make, runs=3)
+    status, out = sides(tmp_path, [10, 0.05, 120], new=more, runs=3)
     assert said in out
     assert "ranks" not in out
     assert "go together" not in out
@@ -395,7 +383,8 @@ def test_the_levels_of_steps_after_restarts(tmp_path: Path) -> None:
     def make(is_test: bool, n: int) -> list[float]:
         return (near(3500 if is_test else 500, n, 1, 20) + near(500, n + 9, 1, 10)) * 4
 
-    out = sides(tmp_path, make, "--skip", "20", runs=3)[1]
+    write_sides(tmp_path, make, 3)
+    out = compare(tmp_path, "--skip", "20")[1]
     told = r"TEST: 120 of 300 steps, in blocks of about 10, take about (499|500).\d ms, and the"
     assert re.search(rf"{told} others about 3.500 s, as after restarts; --skip", out), out
 
@@ -409,7 +398,8 @@ def test_dates_in_the_lines_tell_the_sessions(tmp_path: Path, mark: str) -> None
     def make(is_test: bool, n: int) -> list[float]:
         return near(97.3 if is_test else levels[n], 2 * n + 19 * is_test)
 
-    out = sides(tmp_path, make)[1]
+    write_sides(tmp_path, make)
+    out = compare(tmp_path)[1]
     assert "faster" in out
     assert "the intervals do not include the scatter between sessions, unless the" in out
     for side, n in itertools.product(("old", "new"), range(6)):

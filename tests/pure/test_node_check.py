@@ -159,46 +159,58 @@ OUT = ["2 of 4 rounds of links"]
 NO_TIME = "the budget was too short for 2 of 4 rounds of links; raise --budget"
 
 
+UNKNOWN = "CPU use by other processes was not recorded"
+ONE_LINK = "there is one link between the nodes"
+DIFFERS = {"differs": "c differs: threads"}
+NOT_KNOWN = {"is_load_known": False}  # ab.py records it while two commands are interleaved
+
+
 @pytest.mark.parametrize(
-    ("slow", "doubts", "wrong", "fail_on", "status", "last"),
+    ("slow", "doubts", "options", "status", "last"),
     [
-        (SLOW, ([], None, []), WRONG, "slow", 1, "not fit: b, rank 2 on b, links, rank 1 on a"),
-        (SLOW, ([], BUSY, []), WRONG, "slow", 1, "not fit: b, rank 2 on b, links"),
-        (SLOW, ([], None, []), [], "wrong", 0, "fit, though slow: 41 s"),
-        (SLOW, ([], BUSY, []), [], "slow", 4, f"no verdict: {USED}"),
+        (SLOW, {}, {"wrong": WRONG}, 1, "not fit: b, rank 2 on b, links, rank 1 on a"),
+        (SLOW, {"others": BUSY}, {"wrong": WRONG}, 1, "not fit: b, rank 2 on b, links"),
+        (SLOW, {}, {"fail_on": "wrong"}, 0, "fit, though slow: 41 s"),
+        (SLOW, {"others": BUSY}, {}, 4, f"no verdict: {USED}"),
         # 6 times as slow as its peers, which load does not explain
-        (FAR, ([], BUSY, []), [], "slow", 1, "not fit: rank 1 on a"),
-        (BELOW, ([], BUSY, []), [], "slow", 4, f"no verdict: {USED}"),
-        (BELOW, ([], None, []), [], "slow", 1, "not fit: rank 0 on a"),
+        (FAR, {"others": BUSY}, {}, 1, "not fit: rank 1 on a"),
+        (BELOW, {"others": BUSY}, {}, 4, f"no verdict: {USED}"),
+        (BELOW, {}, {}, 1, "not fit: rank 0 on a"),
         # `fit` requires evidence as well
-        ({}, ([], None, []), [], "slow", 0, "fit: 41 s"),
-        ({}, ([], BUSY, []), [], "slow", 4, f"no verdict: {USED}"),
-        ({}, (CHANGED, None, []), [], "slow", 4, f"no verdict: the speed of {CHANGED_TWICE}"),
-        ({}, ([], None, OUT), [], "slow", 4, f"no verdict: {NO_TIME}"),
-        (SLOW, ([], None, OUT), [], "slow", 1, "not fit: rank 1 on a"),
-        ({}, ([], BUSY, OUT), [], "wrong", 0, f"nothing is wrong; {NONE}: {USED}; {NO_TIME}"),
+        ({}, {}, {}, 0, "fit: 41 s"),
+        ({}, {"others": BUSY}, {}, 4, f"no verdict: {USED}"),
+        ({}, {"unsteady": CHANGED}, {}, 4, f"no verdict: the speed of {CHANGED_TWICE}"),
+        ({}, {"left_out": OUT}, {}, 4, f"no verdict: {NO_TIME}"),
+        (SLOW, {"left_out": OUT}, {}, 1, "not fit: rank 1 on a"),
+        (
+            *({}, {"others": BUSY, "left_out": OUT}, {"fail_on": "wrong"}, 0),
+            f"nothing is wrong; {NONE}: {USED}; {NO_TIME}",
+        ),
+        (
+            {},
+            {"no_peer": ONE_LINK},
+            {},
+            4,
+            f"no verdict: {ONE_LINK}, and nothing to compare it with",
+        ),
+        ({}, {"unsure": "it cannot be told"}, {}, 4, "no verdict: it cannot be told"),
+        ({}, {"is_load_unknown": True}, NOT_KNOWN, 4, f"no verdict: {UNKNOWN}"),
+        ({}, {}, NOT_KNOWN, 0, f"fit: 41 s; {UNKNOWN}"),
+        (SLOW, {}, NOT_KNOWN, 1, f"not fit: rank 1 on a; {UNKNOWN}"),
+        ({}, {}, DIFFERS, 0, "fit, but c differs: threads; 41 s"),
+        (SLOW, {}, DIFFERS, 1, "not fit: rank 1 on a; c differs: threads"),
+        ({}, {"unsure": "why"}, DIFFERS, 4, "no verdict: why; c differs: threads"),
     ],
 )
-def test_the_verdict(
-    slow: Any, doubts: Any, wrong: Any, fail_on: str, status: int, last: str
-) -> None:
-    why, is_busy = doubts_of(*doubts), doubts[1] is not None
-    got, lines = conclude(slow, why, is_busy, wrong, fail_on, NAMES, "41 s")
+def test_the_verdict(slow: Any, doubts: Any, options: Any, status: int, last: str) -> None:
+    why = doubts_of(**{"unsteady": [], "others": None, "left_out": []} | doubts)
+    is_busy = "others" in doubts or "is_load_unknown" in doubts
+    given = {"wrong": [], "fail_on": "slow", "names": NAMES, "ran": "41 s"} | options
+    got, lines = conclude(slow, why, is_busy, **given)
     assert (got, lines[-1]) == (status, last)
-    assert len(lines) == len(slow) + len(wrong) + 1
-    if wrong:
+    assert len(lines) == len(slow) + len(given["wrong"]) + 1
+    if given["wrong"]:
         assert lines[-3:-1] == ["wrong rank 2 on b: why", "wrong links: rank 1 on b"]
-
-
-def test_a_verdict_mentions_an_unknown_load() -> None:
-    """While two commands are interleaved, ab.py records it. Otherwise there is no verdict."""
-    unknown = "CPU use by other processes was not recorded"
-    why = doubts_of([], None, [], is_load_unknown=True)  # without the observer of the load
-    rest: Any = ([], "slow", NAMES, "41 s", False)
-    assert conclude({}, why, True, *rest) == (4, [f"no verdict: {unknown}"])
-    assert conclude({}, [], False, *rest) == (0, [f"fit: 41 s; {unknown}"])
-    status, lines = conclude(SLOW, [], False, *rest)
-    assert (status, lines[-1]) == (1, f"not fit: rank 1 on a; {unknown}")
 
 
 ENVIRONMENT: dict[str, Any] = {
@@ -233,7 +245,7 @@ def test_ranks_with_other_threads_are_compared_with_all() -> None:
     assert node_check.without_peer(of_all) == ""
 
 
-def test_differences_stand_beside_the_verdict() -> None:
+def test_differences_between_nodes() -> None:
     """Node c has another NCCL_ALGO and 2 threads. Of two nodes, either may be the wrong one."""
     ranks = [row | {"threads": 1 + (row["host"] == "c")} for row in ENVIRONMENT["ranks"]]
     other = [{"ranks": [4, 5], "variables": {"NCCL_ALGO": None, "FI_PROVIDER": "efa"}}]
@@ -245,11 +257,6 @@ def test_differences_stand_beside_the_verdict() -> None:
     two["other_variables"] = []
     both = "differs: kernel, threads"
     assert node_check.differences_of(two) == {0: both, 1: both}
-    told = f"c {found[2]}"
-    given: Any = ([], "slow", NAMES, "41 s", True, told)
-    assert conclude({}, [], False, *given) == (0, [f"fit, but {told}; 41 s"])
-    assert conclude(SLOW, [], False, *given)[1][-1] == f"not fit: rank 1 on a; {told}"
-    assert conclude({}, ["why"], False, *given) == (4, [f"no verdict: why; {told}"])
 
 
 def test_fit_needs_a_peer_or_a_limit() -> None:
@@ -270,9 +277,7 @@ def test_fit_needs_a_peer_or_a_limit() -> None:
     assert node_check.without_peer(single._replace(limits={"matmul_fp32": 1e12})) == ""
     pair = cluster([[0], [1]], ["k"] * 2)
     pair.teams["rail"] = [[0, 1]]
-    why = doubts_of([], None, [], node_check.without_peer(pair))
-    assert why == ["there is one link between the nodes, and nothing to compare it with"]
-    assert conclude({}, why, False, [], "slow", NAMES, "41 s")[0] == 4
+    assert node_check.without_peer(pair) == ONE_LINK
     four = cluster([[0, 1], [2, 3]], ["k"] * 4)
     four.teams["rail"] = [[0, 2], [1, 3]]
     assert node_check.without_peer(four) == ""
@@ -298,9 +303,6 @@ def test_what_cannot_be_told_where_ranks_share_cores() -> None:
     found = node_check.without_unsure(both, Crowd("vm", 4, 2))
     assert [component.name() for component, _ in found.slow] == ["link 0 -> 1"]
     assert [component.name() for component in found.unsure] == ["link 0 -> 2"]
-    why = doubts_of([], None, [], unsure="it cannot be told")
-    told = conclude({}, why, False, [], "slow", NAMES, "41 s")
-    assert told == (4, ["no verdict: it cannot be told"])
 
 
 def test_ranks_that_are_slow_once_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

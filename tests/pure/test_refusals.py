@@ -25,6 +25,8 @@ MISTAKES = [
     ("p2p_matrix", "--dev cpu", "unknown argument '--dev'"),  # no abbreviations
     ("p2p_matrix", "--local_rank=0", "unknown argument '--local-rank': torchrun provides it; "),
     ("p2p_matrix", "--profile=", "expected a folder, got ''; e.g. traces"),
+    ("p2p_matrix", f"--device '{'x ' * 500}'", "choice: 'x x x x "),
+    ("p2p_matrix", f"--iters {'9' * 20_000}", "got '99999"),
     ("p2p_matrix", f"--{'x' * 20_000}", "... (20,004 characters)"),
     ("p2p_matrix", "--json 'r-{NO_SUCH}.jsonl'", "in {NO_SUCH}, but NO_SUCH is not set, got 'r-{"),
     ("p2p_matrix", "--json fifo", "--json fifo: expected a regular file, got a pipe; e.g. report."),
@@ -62,11 +64,14 @@ MISTAKES = [
     ("ddp_sweep", "--model googlenet", "unknown model 'googlenet'"),  # several heads
     ("ddp_sweep", "--model a:b --batch-size 2", "cannot be used with a:b, which defi"),
     ("ddp_sweep", "--global-batch 4 --batch-size 2", "not allowed with argument --global-batch"),
+    ("ddp_sweep", "--comm-hook bf61", "got 'bf61'; did you mean bf16?"),
+    ("ddp_sweep", "--ddp-options static", "got 'static'; did you mean static_graph"),
     ("ddp_sweep", "--world-sizes 2,node", "--world-sizes: expected a whole number of at least 1"),
     ("ddp_sweep", "--dtype tf32 --device cpu", "--dtype tf32 requires CUDA; use fp32"),
     ("ddp_sweep", "--interleave", "expected several bucket sizes, hooks, dtypes or --ddp-options,"),
     ("ddp_sweep", "--interleave --comm-hook bf16", "got only default buckets with bf16; e.g. --co"),
     ("ddp_sweep", "--interleave --dtype default,bf16", "alternates fp32, tf32 and bf16, got def"),
+    ("input_sweep", "--model resnet19", "unknown model 'resnet19'; did you mean resnet"),
     ("input_sweep", "--model a:b", "requires --dataset package.module:function, which returns its"),
     ("input_sweep", "--model a:b --dataset a:d --batch-size 3", "a:b, which defines its own batch"),
     ("input_sweep", "--dataset a:d --cache cold", "--cache cold requires images, whose files are"),

@@ -34,14 +34,12 @@ def show_on(stdout: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def test_a_failing_stdout_is_one_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full:
-        done = show_on(full, words, monkeypatch)
-        assert done == (1, "export.py: error: stdout: No space left on device\n")
     read_end, write_end = os.pipe()
     os.close(read_end)  # `| head` has ended
-    with open(write_end, "w") as pipe:
-        done = show_on(pipe, words, monkeypatch)
-        assert done == (1, "export.py: error: stdout: Broken pipe\n")
+    for file, why in (("/dev/full", "No space left on device"), (write_end, "Broken pipe")):
+        with open(file, "w") as stdout:
+            done = show_on(stdout, words, monkeypatch)
+            assert done == (1, f"export.py: error: stdout: {why}\n")
 
 
 def test_an_ascii_terminal(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +55,9 @@ def test_ctrl_c_is_one_line(command: str) -> None:
     """While a script reads a report, here as from `<(command)`, which has written one byte."""
     read_end, write_end = os.pipe()
     script, *words = command.replace("PIPE", f"/dev/fd/{read_end}").split()
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "analysis" / script), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        pass_fds=[read_end],
-    )
+    argv = [sys.executable, str(ROOT / "analysis" / script), *words]
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pass_fds": [read_end]}
+    process = subprocess.Popen(argv, text=True, **streams)
     with process, open(write_end, "wb", buffering=0) as pipe:
         pipe.write(b"{")
         while select.select([read_end], [], [], 0)[0] and process.poll() is None:

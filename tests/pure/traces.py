@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.pure.reports import run
+from tests.pure import reports
 
 GEMM = "sm90_xmma_gemm_f32f32"
 Events = list[dict[str, Any]]
@@ -87,7 +87,7 @@ def save_ranks(folder: Path, *ranks: Events, hosts: Iterable[str] = (), **info: 
 
 def table(*words: str) -> list[list[str]]:
     """The output of trace.py: the cells of each line, split at two or more blanks."""
-    done = run("trace.py", *words)
+    done = reports.run("trace.py", *words)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line and not line.startswith("--")]
     return [re.split(r"\s{2,}", line.strip()) for line in lines]
@@ -106,7 +106,4 @@ def mean(path: str) -> dict[str, str]:
 
 def refusal(*words: str) -> str:
     """The line with which the command refuses its files."""
-    done = run("trace.py", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    return line
+    return reports.refusal("trace.py", *words)
