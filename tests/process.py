@@ -97,12 +97,15 @@ class Process:
         return found
 
     def until(self, what: Callable[[], Any], seconds: float = 500) -> Any:
-        """Wait until `what` returns a true value and return it; otherwise the test fails."""
+        """Wait until `what` returns a true value and return it; otherwise the test fails, at the
+        latest 10 s after the commands have ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if found := what():
                 return found
             time.sleep(0.1)
+            if not self.tree():
+                end = min(end, time.monotonic() + 10)
         self.fail(seconds)
 
     def fail(self, seconds: float) -> Any:

@@ -4,12 +4,15 @@
 
 The ranks are forked from one process that has imported torch, so that many of them fit into memory.
 With more ranks than cores they wait for the CPU; read the ratios to a bare new_group rather than
-the milliseconds. In each round three things are timed one after the other, until all ranks are
-done; each time is the median over rounds:
+the milliseconds. In each round four things are timed one after the other, until all ranks are done:
 
 new_group       torch creates a gloo group over all ranks, and they close it
 first case      a case that creates its groups; its step does nothing and is timed once
 next case       another case over the same ranks, which uses the same groups
+nothing timed   a case over the same ranks that times nothing: the minimum cost of a case
+
+Each time is the median over rounds. `join` is the time from the start of the last rank until all
+ranks have joined.
 """
 
 import gc
@@ -31,17 +34,22 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.groups import Group
+from common.stats import Times
 from common.timing import Workload
 from harness import cli
 from harness.benchmark import Benchmark, Key
 
-NAMES = ("new_group", "first case", "next case")
+NAMES = ("new_group", "first case", "next case", "nothing timed")
 ROUNDS = 8  # the first is a warm-up
 FLAGS = ["--device", "cpu", "--iters", "1", "--warmup-iters", "1"]
 
 
 def time_step_once(key: Key, group: Group) -> Workload:
     return Workload(lambda: None)
+
+
+def time_nothing(key: Key, group: Group) -> Workload:
+    return Workload(lambda: None, timed=Times.of_rank({"step": []}, []))
 
 
 def make_and_close_group() -> None:
@@ -53,11 +61,16 @@ def make_and_close_group() -> None:
 def time_round(bench: Benchmark, number: int) -> dict[str, float]:
     """Time each of NAMES once, on all ranks. Returns the seconds on this rank."""
 
-    def case(name: str) -> Callable[[], object]:
+    def case(name: str, build: Any) -> Callable[[], object]:
         key = {"name": name, "round": number}
-        return lambda: bench.measure(key, f"{name} {number}", time_step_once, lambda *_: None)
+        return lambda: bench.measure(key, f"{name} {number}", build, lambda *_: None)
 
-    work = {name: case(name) for name in NAMES} | {"new_group": make_and_close_group}
+    work = {
+        "new_group": make_and_close_group,
+        "first case": case("first case", time_step_once),
+        "next case": case("next case", time_step_once),
+        "nothing timed": case("nothing timed", time_nothing),
+    }
     bench.groups.close_all()  # so that the first case creates new ones
     seconds = {}
     for name in NAMES:
@@ -71,6 +84,7 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
 
 def run_rank(rank: int, ranks: int, port: int, results: Any) -> None:
     """Run a rank in its own process. Rank 0 sends the times in seconds."""
+    started = time.time()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     place |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -79,10 +93,14 @@ def run_rank(rank: int, ranks: int, port: int, results: Any) -> None:
     parser = cli.Parser(None)
     cli.add_common_flags(parser)
     with Benchmark("scale", parser.parse_args(FLAGS)) as bench:
+        joined = time.time()
+        last_start = torch.tensor(started, dtype=torch.float64)
+        dist.all_reduce(last_start, dist.ReduceOp.MAX)
         bench.announce({})
         seconds = [time_round(bench, number) for number in range(ROUNDS)]
         if rank == 0:
-            results.put({name: [row[name] for row in seconds[1:]] for name in NAMES})
+            times = {name: [row[name] for row in seconds[1:]] for name in NAMES}
+            results.put(times | {"join": [joined - last_start.item()]})
     sys.exit(bench.status)
 
 
@@ -95,6 +113,7 @@ def row_of(ranks: int, seconds: dict[str, list[float]]) -> dict[str, str]:
         row[f"{name} (ms)"] = f"{typical * 1e3:.0f}"
         if name != "new_group":
             row[f"/ new_group{' ' * len(row)}"] = f"{typical / bare:.2f}"
+    row["join (s)"] = f"{seconds['join'][0]:.1f}"
     return row
 
 
