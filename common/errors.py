@@ -1,4 +1,7 @@
-"""The exceptions of this library. It never prints and never ends the process: the caller does."""
+"""The exceptions of this library, and lists in their messages. It never prints and never ends the
+process: the caller does."""
+
+from collections.abc import Sequence
 
 
 class Refused(ValueError):
@@ -24,3 +27,9 @@ class NotArrived(TimeoutError):
 
 class LostPeer(ConnectionError):
     """Another process of the job has died or is unreachable. The launcher knows which one."""
+
+
+def cut(words: Sequence[object], most: int = 8) -> str:
+    """Join words with commas. Of more than `most`, list the first and count the rest."""
+    shown = ", ".join(map(str, words[:most]))
+    return shown if len(words) <= most else f"{shown} and {len(words) - most:,} more"

@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.errors import NotArrived, Refused
+from common.errors import NotArrived, Refused, cut
 from common.groups import Job, local_rank, silenced
 
 LOOPBACK = "127.0.0.1"
@@ -277,28 +277,22 @@ def missing_or_apart(
         if time.monotonic() > until:
             missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
             arrived = addresses(store, sorted({*ranks} - {*missing}))
-            there = joined(sorted({host for host, _ in arrived}))
+            there = cut(sorted({host for host, _ in arrived}))
             hint = "" if has_local_variables() else f"; on several hosts {ADVICE}"
             return missing, (
-                f"rank {joined(missing)} did not arrive within {limit_s:g} s; "
+                f"rank {cut(missing)} did not arrive within {limit_s:g} s; "
                 f"ranks on {there} did{hint}"
             )
         time.sleep(POLL_S)
     hosts = [f"{host} ({address})" for host, address in sorted(set(addresses(store, ranks)))]
     if has_local_variables() or len(hosts) == 1:
         return [], ""
-    return [], f"only RANK and WORLD_SIZE are set, but ranks are on {joined(hosts)}; {ADVICE}"
+    return [], f"only RANK and WORLD_SIZE are set, but ranks are on {cut(hosts)}; {ADVICE}"
 
 
 def addresses(store: dist.Store, ranks: Sequence[int]) -> list[tuple[str, str]]:
     """Return the host of each of these ranks, and its address on the route to the master."""
     return [tuple(json.loads(text)) for text in store.multi_get([f"here/{r}" for r in ranks])]
-
-
-def joined(words: Sequence[object], most: int = 8) -> str:
-    """Join words with commas. Of more than `most`, list the first and count the rest."""
-    text = ", ".join(map(str, words[:most]))
-    return text if len(words) <= most else f"{text} and {len(words) - most:,} more"
 
 
 # -- the network interface -------------------------------------------------------------------------
@@ -329,7 +323,7 @@ def address_towards(host: str) -> str:
 def refuse_interface() -> NoReturn:
     """Refuse the interface on which gloo found no address. On other hosts it may be valid."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    known = joined(sorted({*psutil.net_if_addrs()} - {name})) or "lo"
+    known = cut(sorted({*psutil.net_if_addrs()} - {name})) or "lo"
     raise Refused(
         f"GLOO_SOCKET_IFNAME on {socket.gethostname()}: expected an interface with an address, "
         f"e.g. {known}, got {name!r}",

@@ -24,14 +24,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import LostPeer, NotArrived, Refused
-from common.groups import (
-    Group,
-    GroupCache,
-    Subgroups,
-    connect,
-    local_rank,
-    lost_peer,
-)
+from common.groups import Group, GroupCache, Subgroups, connect, local_rank, lost_peer
 from common.join import join, world
 from common.stats import Times, iteration_times
 from common.table import Columns, Table, fitted

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from common.errors import cut as cut  # used by messages of all programs
 from harness import exits, files
 from harness.exits import ROOT, is_on_one_node, is_rank_0, refuse, reserve_streams
 
@@ -215,12 +216,6 @@ positive_float = number(float, 0, above=True)
 size = checked(to_bytes, lambda n: n >= 0, "a size in bytes", "e.g. 8, 64K, 4M or 1G")
 positive_size = checked(to_bytes, lambda n: n > 0, "a size above 0", "e.g. 8, 64K, 4M or 1G")
 fraction = checked(to_fraction, lambda x: 0 < x < 1, "a fraction between 0 and 1", "e.g. 5%, 0.05")
-
-
-def cut(words: Sequence[object], most: int = 8) -> str:
-    """Join words with commas. Of more than `most`, list the first and count the rest."""
-    shown = ", ".join(map(str, words[:most]))
-    return shown if len(words) <= most else f"{shown} and {len(words) - most:,} more"
 
 
 def show_size(count: float) -> str:

@@ -123,13 +123,9 @@ def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes:
 def is_doubtful(case: Case) -> bool:
     """Whether an estimate has no interval, or one wider than WIDE. Rates follow from times, and
     relative to a difference that may be 0, any interval is wide: these do not count."""
-    for name, number in case.metrics.items():
-        if isinstance(number, Estimate) and "_per_" not in name:
-            if number.relative is None:
-                return True
-            if number.relative > WIDE and not number.may_be(0):
-                return True
-    return False
+    metrics = {name: x for name, x in case.metrics.items() if isinstance(x, Estimate)}
+    counted = [x for name, x in metrics.items() if "_per_" not in name]
+    return any(x.relative is None or (x.relative > WIDE and not x.may_be(0)) for x in counted)
 
 
 def slowest_s(case: Case) -> list[float]:
@@ -163,29 +159,24 @@ def hints(
     doubtful = [case for case in cases if is_doubtful(case)]
     if not doubtful:
         return []
-    cause, remedy = cause_and_remedy(doubtful, args, busy, crowded, is_load_known)
+    if crowded:
+        cause, remedy = f"{crowded} and {busy}" if busy else crowded, "start fewer ranks"
+    elif busy:
+        cause = busy
+        remedy = as_started("wait until they end, or compare with analysis/ab.py --interleave")
+    else:
+        found = []
+        counts = [len(slowest_s(case)) for case in doubtful]
+        if drifting := sum(drifts(case) for case in doubtful):
+            found.append(f"samples of {count_of(drifting, 'case')} drift, and so count as fewer")
+        elif min(counts) < args.min_iters:
+            found.append(f"few samples, down to {min(counts)} per case")
+        if not is_load_known:
+            by_ab = " (ab.py records it)" if os.environ.get(TURN) else ""
+            found.append(f"CPU use by other processes was not measured here{by_ab}")
+        cause, remedy = "; ".join(found) or "no cause found", f"try {flag_for_more(doubtful, args)}"
     count = f"{len(doubtful)} of {count_of(len(cases), 'case')}"
     return [f"{cause}: 95% intervals missing (-) or wider than +-{WIDE:.0%} in {count}; {remedy}"]
-
-
-def cause_and_remedy(
-    doubtful: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool
-) -> tuple[str, str]:
-    """Return what may have caused uncertain numbers, and the remedy of the first such cause."""
-    if crowded:
-        return f"{crowded} and {busy}" if busy else crowded, "start fewer ranks"
-    if busy:
-        return busy, as_started("wait until they end, or compare with analysis/ab.py --interleave")
-    found = []
-    counts = [len(slowest_s(case)) for case in doubtful]
-    if drifting := sum(drifts(case) for case in doubtful):
-        found.append(f"samples of {count_of(drifting, 'case')} drift, and so count as fewer")
-    elif min(counts) < args.min_iters:
-        found.append(f"few samples, down to {min(counts)} per case")
-    if not is_load_known:
-        by_ab = " (ab.py records it)" if os.environ.get(TURN) else ""
-        found.append(f"CPU use by other processes was not measured here{by_ab}")
-    return "; ".join(found) or "no cause found", f"try {flag_for_more(doubtful, args)}"
 
 
 def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:

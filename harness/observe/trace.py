@@ -98,20 +98,25 @@ class Trace(Observer):
         summaries = zip(map(str, case.ranks), seen, strict=True)
         if traces := {rank: summary for rank, summary in summaries if summary}:
             case.metrics["traces"] = traces
-            self.bench.commands = commands_for(traces) or self.bench.commands
-        return lines_about(traces)
+        lines, command = lines_about(traces)
+        if command:
+            self.bench.commands = [command]
+        return lines
 
 
-def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return lines on lost and on written traces. traces: results of `after` by rank."""
+def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
+    """Return lines on lost and on written traces, and the command that reads the latter; "" if all
+    were lost. traces: results of `after` by rank."""
     lost = [rank for rank, summary in traces.items() if "lost" in summary]
     written = [rank for rank in traces if rank not in lost]
-    lines = []
+    lines, command = [], ""
     if lost:
         first = traces[lost[0]]
         lines.append(f"trace of rank {cut(lost)} lost: {first['lost']}: {first['file']}")
     if written:
-        file = traces[written[0]]["file"].replace(f"-rank{written[0]}.", "-rank*.")
+        begin, _, end = traces[written[0]]["file"].rpartition(f"-rank{written[0]}.")
+        # the shell expands the pattern, so it is not quoted
+        command = f"traces of the last case; {analysis_command('trace.py', begin)}-rank*.{end}"
         slowest = max(written, key=lambda rank: traces[rank].get("slowdown", 1.0))
         slowdown, words = traces[slowest].get("slowdown", 1.0), ""
         if slowdown > SLOW:
@@ -120,18 +125,8 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 f"; under the profiler a step of rank {slowest} took {profiled_s} instead of "
                 f"{own_s}, {slowdown:.2f} times as long"
             )
-        lines.append(f"trace of rank {cut(written)}: {file}{words}")
-    return lines
-
-
-def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the command that reads the traces of a case; [] if all were lost."""
-    for rank, summary in traces.items():
-        if "lost" not in summary:
-            begin, _, end = summary["file"].rpartition(f"-rank{rank}.")
-            # the shell expands the pattern, so it is not quoted
-            return [f"traces of the last case; {analysis_command('trace.py', begin)}-rank*.{end}"]
-    return []
+        lines.append(f"trace of rank {cut(written)}: {begin}-rank*.{end}{words}")
+    return lines, command
 
 
 def check(folder: Path, asked: Ranks | None, world_size: int) -> None:
