@@ -1,4 +1,4 @@
-"""harness/observe/node.py: lines about GPUs and networks, without a GPU or a process group."""
+"""harness/observe/nodes.py: lines about GPUs and networks, without a GPU or a process group."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from harness.observe import node
-from harness.observe.node import SLOWED, Node
+from harness.observe import nodes
+from harness.observe.nodes import SLOWED, Nodes
 
 ECC = "ecc.errors.uncorrected.volatile.total"
 REASONS = "clocks_event_reasons.active"
@@ -26,7 +26,7 @@ def test_warnings_at_the_start() -> None:
     ranks = [{"rank": i, "uuid": "G0", "cores": 8 - 7 * i} for i in (0, 1)]
     found: dict[str, Any] = {"hosts": ["a", "b"], "gpus": [[hot, unknown], [unknown, capped]]}
     found["gpu_counts"] = [8, 8]
-    assert node.warnings_at_start(found | {"ranks": ranks}) == [
+    assert nodes.gpu_warnings(found | {"ranks": ranks}) == [
         "warning: GPU 0 of a is throttled: hardware thermal",
         "warning: GPU 3 of b is throttled: power cap",
         "warning: a: GPU 0 has uncorrected memory errors",
@@ -34,7 +34,7 @@ def test_warnings_at_the_start() -> None:
     ]
     on_cpu: dict[str, Any] = {"hosts": ["a"], "gpus": [[]], "gpu_counts": [0]}
     on_cpu["ranks"] = [{"uuid": "", "cores": 1}]
-    assert node.warnings_at_start(on_cpu) == []
+    assert nodes.gpu_warnings(on_cpu) == []
 
 
 def test_reasons_for_throttling_during_the_run() -> None:
@@ -43,28 +43,28 @@ def test_reasons_for_throttling_during_the_run() -> None:
     before = [counted(*["6869275397 us"] * 2, "0 us", "0 us", index="1"), counted(*zeros)]
     hot = counted("6881625397 us", "6869280000 us", "250000 us", "0 us", index="1")
     after = [counted("12300000 us", *zeros[1:]), hot, counted("9000000 us", *zeros[1:], index="2")]
-    slowed = node.slowed_seconds(before, after, ["1", "0"])
+    slowed = nodes.slowed_seconds(before, after, ["1", "0"])
     hot_s = {"power cap": pytest.approx(12.35), "hardware thermal": 0.25}
     assert slowed == [hot_s, {"power cap": 12.3}]
     gpus = [{"index": "1"}, {"index": "0"}]
-    assert node.slowed_lines(["a"], [gpus], [slowed]) == [
+    assert nodes.slowed_lines(["a"], [gpus], [slowed]) == [
         "warning: GPU 1 of a was throttled: power cap for 12.3 s, hardware thermal for 0.2 s",
         "note: GPU 0 of a was limited by its power: power cap for 12.3 s",
     ]
-    assert node.slowed_seconds(before, before, ["0", "1"]) == [{}, {}]
-    assert node.slowed_lines(["a"], [gpus], [[{}, {}]]) == []
-    assert node.slowed_lines(["a"], [[]], [None]) == []
+    assert nodes.slowed_seconds(before, before, ["0", "1"]) == [{}, {}]
+    assert nodes.slowed_lines(["a"], [gpus], [[{}, {}]]) == []
+    assert nodes.slowed_lines(["a"], [[]], [None]) == []
 
 
 def test_a_driver_without_counters_is_named() -> None:
     """Without a line the GPUs would seem not to have been throttled."""
     unknown = [counted(*["[N/A]"] * 4)]
-    assert node.slowed_seconds([], [], []) is None
-    assert node.slowed_seconds(unknown, unknown, ["0"]) is None
-    assert node.slowed_seconds(unknown, [], ["0"]) is None  # the second query failed
+    assert nodes.slowed_seconds([], [], []) is None
+    assert nodes.slowed_seconds(unknown, unknown, ["0"]) is None
+    assert nodes.slowed_seconds(unknown, [], ["0"]) is None  # the second query failed
     old, new = ([{"index": "0", "driver_version": x}] for x in ("535.113.01", "595.45.04"))
     # d has no nvidia-smi
-    assert node.slowed_lines([*"abcd"], [old, new, old, []], [None, [{}], None, None]) == [
+    assert nodes.slowed_lines([*"abcd"], [old, new, old, []], [None, [{}], None, None]) == [
         "note: no throttle counters (driver 535.113.01 of a, 535.113.01 of c): GPUs may have been "
         "slowed down"
     ]
@@ -75,15 +75,15 @@ def test_a_node_with_network_errors_is_named(monkeypatch: pytest.MonkeyPatch) ->
     eth0 = {"errin": 1, "errout": 0, "dropin": 2, "dropout": 4}
     interfaces = {name: SimpleNamespace(**eth0) for name in ("lo", "eth0")}
     monkeypatch.setattr("psutil.net_io_counters", lambda pernic: interfaces)
-    before = node.network_errors()
+    before = nodes.network_errors()
     assert before == {f"eth0 {name}": count for name, count in eth0.items()}
     after = before | {"eth0 errin": 4, "eth0 dropin": 1206, "eth1 errin": 7}
-    grew = [{}, node.growth(before, after), *[{"eth0 dropin": 1}] * 18]
-    lines = node.network_lines([f"node{number}" for number in range(20)], grew)
+    grew = [{}, nodes.growth(before, after), *[{"eth0 dropin": 1}] * 18]
+    lines = nodes.network_lines([f"node{number}" for number in range(20)], grew)
     first = "warning: node1 counted during the run: 1,204 eth0 dropin, 3 eth0 errin"
     assert (lines[0], len(lines), lines[-1]) == (first, 17, "... and 3 more nodes")
     monkeypatch.setattr("psutil.net_io_counters", Mock(side_effect=FileNotFoundError))
-    assert node.network_errors() == {}
+    assert nodes.network_errors() == {}
 
 
 def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,15 +95,15 @@ def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     start = [counted(*zeros), counted(*zeros, index="1")]
     end = [counted(*["9000000 us"] * 4), counted("2000000 us", *zeros[1:], index="1")]
     readings = [start, end]
-    monkeypatch.setattr(node, "gpu_state", lambda query="": readings.pop(0) if query else gpus)
+    monkeypatch.setattr(nodes, "gpu_state", lambda query="": readings.pop(0) if query else gpus)
     drops = [{"eth0 dropin": 1}, {"eth0 dropin": 8}]
-    monkeypatch.setattr(node, "network_errors", lambda: drops.pop(0))
+    monkeypatch.setattr(nodes, "network_errors", lambda: drops.pop(0))
     ranks = [{"uuid": "1", "cores": 4, "rank": 0}]
     environment: dict[str, Any] = {"cuda": "13.2", "hosts": ["a"], "ranks": ranks}
     environment |= {"gpus": [gpus[1:]], "gpu_counts": [2]}
     job = Mock(local_rank=0, gather=lambda row: [row, None])
-    bench: Any = Mock(job=job, report=Mock(environment=environment))
-    observer, last_line = Node(bench), dict[str, Any]()
+    bench: Any = Mock(is_first=False, job=job, report=Mock(environment=environment))
+    observer, last_line = Nodes(bench), dict[str, Any]()
     line = "note: GPU 1 of a was limited by its power: power cap for 2.0 s"
     assert observer.end(last_line) == [line]
     assert last_line.pop("slowed_s") == [[{"power cap": 2.0}]]
