@@ -52,14 +52,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads.check import compare_replicas, digest, relative_error, verdict
-from benchmarks.workloads.percentiles import percentile_columns
+from benchmarks.workloads.percentiles import percentile_columns, percentiles
 from benchmarks.workloads.phases import Phases, Stamps, pool
 from benchmarks.workloads.roles import args_of_rank, assign_roles
 from benchmarks.workloads.rpc_flags import add_rpc_flags, rpc_options, rpc_workers
 from benchmarks.workloads.settings import side_by_side
 from common.groups import Group, Job
 from common.rpc import Roles
-from common.stats import Times, median, percentiles
+from common.stats import Times, median
 from common.table import Columns, Table, fitted, metric, relative
 from common.timing import Workload
 from harness.benchmark import Benchmark, Key, Planned

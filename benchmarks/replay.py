@@ -54,9 +54,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from benchmarks.workloads import operations
 from benchmarks.workloads.operations import Member, Operation
+from benchmarks.workloads.percentiles import percentiles
 from benchmarks.workloads.room import check_room
 from common.groups import Group, Job, barrier_before_new_group, connect, silenced
-from common.stats import Estimate, Times, drop_wide_interval, median, percentiles, show_seconds
+from common.stats import Estimate, Times, drop_wide_interval, median, show_seconds
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 from harness.benchmark import Benchmark, Key, Planned

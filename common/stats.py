@@ -145,14 +145,6 @@ def show_seconds(seconds: float) -> str:
     return f"{scaled:.{digits_of(scaled)}f} {unit}"
 
 
-def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
-    """Return `{prefix}_p50_s`, p75, p90, p95 and, from 100 samples on, p99 of samples [n], in
-    seconds."""
-    x = np.asarray(samples, dtype=np.float64)
-    wanted = [50, 75, 90, 95, *([99] if len(x) >= 100 else [])]
-    return {f"{prefix}_p{q}_s": float(np.percentile(x, q)) for q in wanted}
-
-
 def autocorrelation_time(samples: ArrayLike) -> float:
     """Return how many consecutive samples [n] say as much as one independent sample, at least 1:
     1 + 2 * the sum of the autocorrelations, up to the first pair of successive lags with a sum of 0

@@ -7,6 +7,7 @@ part.
 
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,8 +38,8 @@ class Collected:
     """The samples of a case on this rank, to which each loop over its workload adds."""
 
     # seconds of each step that this rank takes part in
-    samples_s: dict[str, list[float]] = field(default_factory=dict)
-    launching_s: dict[str, float] = field(default_factory=dict)
+    samples_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    launching_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     rounds: list[int] = field(default_factory=list)  # iterations of each round
     # Times of the step, [rows][iterations], for the stop rule. Valid on the group's first rank.
     step_s: list[list[float]] = field(default_factory=list)
@@ -142,8 +143,6 @@ class TimedLoop:
         self.returned: list[Any] = []  # values of the step since the block began
         self.collected = workload.collected
         self.samples_s, self.rounds = self.collected.samples_s, self.collected.rounds
-        for name in [name for name, step in self.steps.items() if step]:
-            self.samples_s.setdefault(name, [])
         self.launching_s = self.collected.launching_s
         self.values: list[Any] = []  # that the timed calls of the step returned
 
@@ -229,7 +228,7 @@ class TimedLoop:
             self.returned.clear()
             samples_s, launching_s = time_block(step, block, self.device, calls)
             self.samples_s[name] += samples_s
-            self.launching_s[name] = self.launching_s.get(name, 0.0) + launching_s
+            self.launching_s[name] += launching_s
             self.values += self.returned
         self.rounds.append(block)
 

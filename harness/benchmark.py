@@ -6,7 +6,7 @@ import argparse
 import atexit
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import shlex
@@ -126,12 +126,9 @@ class Observer:
 
 def common_observers() -> Sequence[type[Observer]]:
     """Return the observers of harness/observe/; none if that folder was deleted."""
-    try:
-        return importlib.import_module("harness.observe").ALL  # type: ignore[no-any-return]
-    except ModuleNotFoundError as error:
-        if error.name != "harness.observe":
-            raise
+    if not importlib.util.find_spec("harness.observe"):
         return ()
+    return importlib.import_module("harness.observe").ALL  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import IO, Any, NoReturn, TextIO
 
 from common.errors import Refused
+from harness.contents import is_installed
 
 STARTED_S = time.monotonic()  # cli.py, which scripts import first, imports this module first
 HANG = 3  # exit status of a run that hung
@@ -235,13 +235,11 @@ def write_stderr(text: str, end: str = "\n") -> None:
 def place_of(error: BaseException) -> str:
     """Return ` (my_model.py:12)`, the innermost line in a traceback that is neither this project's
     nor of the standard library or an installed package; "" if there is none."""
-    foreign = [Path(sysconfig.get_path("stdlib"))]
-    foreign += [ROOT / folder for folder in ("benchmarks", "common", "harness", "readers")]
+    own = [ROOT / folder for folder in ("benchmarks", "common", "harness", "readers")]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in foreign):
-            continue
-        if path.is_file():
+        is_own = any(path.is_relative_to(folder) for folder in own)
+        if path.is_file() and not (is_own or is_installed(frame.filename)):
             return f" ({path.name}:{frame.lineno})"
     return ""
 

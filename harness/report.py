@@ -102,8 +102,7 @@ class Case:
     @property
     def measured(self) -> str:
         """When and where it was measured: `2026-11-28 03:12 UTC on node1`."""
-        more = f" and {len(self.hosts) - 2:,} more" if len(self.hosts) > 2 else ""
-        place = f" on {shown(self.hosts[:2])}{more}" if self.hosts else ""
+        place = f" on {shown(cut(self.hosts, 2))}" if self.hosts else ""
         return f"{shown(self.measured_at)[:16].replace('T', ' ')} UTC{place}"
 
 
@@ -315,7 +314,6 @@ def unused(path: str) -> str:
 def load(
     path: str,
     each: Callable[[Report, Case], None] = lambda report, case: None,
-    parse: Callable[[str], Any] = json.loads,
     lines: Iterable[bytes] | None = None,
 ) -> Report:
     """Read the report at `path`. A later case replaces an earlier one with the same key, and a last
@@ -332,7 +330,7 @@ def load(
                     break
                 if line.isspace():
                     continue
-                content = parse(line.decode())
+                content = json.loads(line.decode())
                 if report is None:
                     if (schema := content.get("schema")) != SCHEMA:
                         raise ValueError(f"expected schema {SCHEMA}, got {shown(schema)[:60]}")

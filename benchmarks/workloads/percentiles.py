@@ -1,12 +1,23 @@
-"""Columns with percentiles of a time and the rates that follow from them."""
+"""Percentiles of a time, and columns with them and the rates that follow from them."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from common.stats import Estimate
 from common.table import Columns, number_of
 from harness.report import Case
+
+
+def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
+    """Return `{prefix}_p50_s`, p75, p90, p95 and, from 100 samples on, p99 of samples [n], in
+    seconds."""
+    x = np.asarray(samples, dtype=np.float64)
+    wanted = [50, 75, 90, 95, *([99] if len(x) >= 100 else [])]
+    return {f"{prefix}_p{q}_s": float(np.percentile(x, q)) for q in wanted}
 
 
 def percentile_columns(

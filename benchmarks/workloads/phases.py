@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from benchmarks.workloads.percentiles import percentiles
 from common.stats import (
     Estimate,
     Interval,
@@ -19,7 +20,6 @@ from common.stats import (
     interval_around_middle,
     median,
     median_half_width,
-    percentiles,
 )
 from common.table import Columns, metric
 from harness.environment import count_of

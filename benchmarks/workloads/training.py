@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from benchmarks.workloads.percentiles import percentiles
 from common.stats import (
     MIN_ROUNDS,
     Estimate,
@@ -14,7 +15,6 @@ from common.stats import (
     by_round,
     mean_half_width,
     mean_of_blocks,
-    percentiles,
     show_seconds,
 )
 from harness.cli import cut

@@ -208,7 +208,11 @@ class Watchdog(Observer):
         headline = f"HANG: no progress for {self.timeout_s:g} s"
         reason, silent, with_stack = headline, [], []
         if self.watched.add("reporter", 1) == 1:
-            by_state = ranks_by_state(self._states_of_all())
+            phases = self.watched.multi_get(self.phases)
+            # `last`: the last collective as [group, number], or None without an answer
+            answers = self.watched.multi_get([f"answer/{r}" for r in range(self.job.world_size)])
+            states = [json.loads(p) | json.loads(a) for p, a in zip(phases, answers, strict=True)]
+            by_state = ranks_by_state(states)
             lines = lines_by_state(by_state)
             reason = f"{headline}; {lines[0]}"
             write_stderr("\n".join([headline, *lines]))
@@ -239,13 +243,6 @@ class Watchdog(Observer):
         """Whether this is the PID of a process that this rank's launcher has started."""
         known = self.launcher is not None and isinstance(pid, int)
         return known and launcher_of(pid) == self.launcher
-
-    def _states_of_all(self) -> list[State]:
-        """Return each rank's last phase, and its answer to the roll call: `last` is its last
-        collective as [group, number], or None without an answer."""
-        phases = self.watched.multi_get(self.phases)
-        answers = self.watched.multi_get([f"answer/{r}" for r in range(self.job.world_size)])
-        return [json.loads(p) | json.loads(a) for p, a in zip(phases, answers, strict=True)]
 
     def _end_on_signals(self) -> None:
         """End in order on Ctrl-C, SIGTERM and SIGHUP, even while the main thread waits in C code:
