@@ -845,7 +845,7 @@ def measure(
     # a case with a narrow interval ends after its first six blocks
     rule = bench.rule if args.iters or args.beside else replace(bench.rule, early=EARLY)
 
-    def visit(planned: Planned, seconds: float | None = None, again: bool = False) -> Case | None:
+    def visit(planned: Planned, seconds: float | None = None) -> Case | None:
         limited = rule
         if seconds:
             seconds = min(seconds, args.max_seconds)
@@ -860,7 +860,6 @@ def measure(
             ranks=members,
             subgroups=groups,
             rule=limited,
-            again=again,
             shown=not seconds,
         )
 
@@ -891,7 +890,7 @@ def measure(
             left = max(0.0, end - start) / (sum(shares[number:]) or 1)
             seconds = share(TIMED_AGAIN * shares[number] * left)
             if seconds >= MIN_VISIT_S:
-                widths[number] = width_if_wide(visit(planned, seconds, again=True))
+                widths[number] = width_if_wide(visit(planned, seconds))
                 spent_s[number] += time.monotonic() - start
     bench.show_measured()
 

@@ -373,24 +373,24 @@ class Benchmark:
         ranks: Sequence[int] | None = None,
         subgroups: Sequence[Sequence[int]] | None = None,
         rule: StopRule | None = None,
-        again: bool = False,
         shown: bool = True,
     ) -> Case | None:
         """Measure a case, or print it if the resumed report has it. All ranks of the job call this
         with the same arguments. Returns the case on rank 0, None on other ranks.
 
         ranks: of the case; None for all. subgroups: a partition of them; the subgroups do the same
-        work concurrently, each in its own process group. rule: None for that of the flags. again:
-        whether the case replaces one that this run has measured. shown: False to print the row
-        later, by `show_measured`.
+        work concurrently, each in its own process group. rule: None for that of the flags. shown:
+        False to print the row later, by `show_measured`. Then the case may replace one that this
+        run has measured.
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         key = self.complete_key(key, len(ranks))
-        if key in self.measured and not again:
+        if key in self.measured and shown:
             raise ValueError(f"expected a new key for each case, got {key} twice")
         if key in self.done:
-            earlier = self.report.find(key)  # None on other ranks
-            return self.show(earlier, [f"{name}: measured {earlier.measured}"] if earlier else [])
+            if earlier := self.report.find(key):  # None on other ranks
+                self.show(earlier, [f"{name}: measured {earlier.measured}"])
+            return earlier
         self.measured.append(key)
         case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
         parts: Subgroups = tuple(map(tuple, subgroups or [ranks]))
@@ -412,15 +412,16 @@ class Benchmark:
         self.after_case()
         if unwritten:  # on all ranks, so that none of them waits for a lost peer
             self.refuse(*unwritten)
-        if not shown:
+        if results and shown:
+            self.show(case, lines)
+        elif results:
             self.unshown[name] = case, lines
-            return case if results else None
-        return self.show(case, lines) if results else None
+        return case if results else None
 
     def show_measured(self) -> None:
         """Print the rows of the cases that were not shown."""
         for case, lines in self.unshown.values():
-            self.show(case if self.is_first else None, lines)
+            self.show(case, lines)
         self.unshown.clear()
 
     def attempt(
@@ -580,14 +581,13 @@ class Benchmark:
             sentences = [begin + with_cause(sentence, LOAD_UNKNOWN) for sentence in sentences]
         self.answers += sentences
 
-    def show(self, case: Case | None, lines: list[str]) -> Case | None:
+    def show(self, case: Case | None, lines: list[str]) -> None:
         """Print the row of a case and the lines of the observers."""
         if case and self.table:
             for row in self.table.rows_of(case):
                 self.print(self.table.row(row))
         for line in lines:
             self.print(folded(line, self.max_width))
-        return case
 
     def print(self, text: str) -> None:
         """Print on rank 0. If writing to stdout fails, end the run; the report is intact."""

@@ -117,7 +117,6 @@ class Report:
     started_at: str = field(default_factory=lambda: now())
     schema: str = SCHEMA
     status: str = "interrupted"  # until the last line is written: then complete or failed
-    finished_at: str | None = None
     end: dict[str, Any] = field(default_factory=dict)  # the other entries of the last line
     # Last line of each run that measured cases, by the start of the run. A run that was interrupted
     # has none.
@@ -209,8 +208,8 @@ class Report:
 
     def finish(self, status: str, **end: Any) -> None:
         """Append the last line. Raises OSError."""
-        self.status, self.finished_at = status, now()
-        line = {"status": status, "finished_at": self.finished_at, **end}
+        self.status = status
+        line = {"status": status, "finished_at": now(), **end}
         self.append(line, "all cases are intact")
 
     def find(self, key: dict[str, Any]) -> Case | None:
@@ -342,7 +341,7 @@ def load(
                 elif "status" in content:
                     report.ends.setdefault(measured_at or report.started_at, {**content})
                     report.status = content.pop("status")
-                    report.finished_at = content.pop("finished_at", None)
+                    content.pop("finished_at", None)
                     report.late |= content.pop("contents", {})
                     report.end = content
                 else:

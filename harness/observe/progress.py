@@ -39,7 +39,9 @@ class Progress(Observer):
             if self.is_terminal:
                 self.write()
             if not (is_building(what) and self.bench.is_first):
-                self.end_timer()
+                if self.timer:
+                    self.timer.cancel()
+                self.timer = None
             elif self.timer is None:
                 self.start_timer(TICK_S if self.is_terminal else FIRST_S)
 
@@ -47,11 +49,6 @@ class Progress(Observer):
         self.timer = threading.Timer(seconds, self.tick)
         self.timer.daemon = True
         self.timer.start()
-
-    def end_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
     def tick(self) -> None:
         """Write a line, on the thread of the timer."""
@@ -63,7 +60,9 @@ class Progress(Observer):
     def write(self) -> None:
         """Write a line; on a terminal in place of the previous one, which is only deleted if there
         is no phase, because a row is about to be printed."""
-        line = f"{self.case}: {self.what}" if self.bench.measured else self.what
+        number, count = len(self.bench.measured), self.bench.case_count
+        of = f" of {count}" if number <= count else ""
+        line = f"case {number}{of}: {self.label}: {self.what}" if number else self.what
         spent_s = time.monotonic() - self.case_start_s
         times = f", {duration(spent_s)}{self.left(spent_s)}"
         if not self.is_terminal:
@@ -74,13 +73,6 @@ class Progress(Observer):
             width = os.get_terminal_size(sys.stderr.fileno()).columns or width
         room = max(20, width - 1 - len(times))
         write_stderr(CLEAR + line[:room] + times if self.what else CLEAR, end="")
-
-    @property
-    def case(self) -> str:
-        """`case 2 of 6: 1M/2R`"""
-        number, count = max(1, len(self.bench.measured)), self.bench.case_count
-        of = f" of {count}" if number <= count else ""
-        return f"case {number}{of}: {self.label}"
 
     def left(self, spent_s: float) -> str:
         """`; about 3 min left`, if the remaining cases take as long as those before them. spent_s:
