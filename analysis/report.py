@@ -62,8 +62,9 @@ from analysis.runs.load import (
     with_step_time,
 )
 from common.stats import Estimate, digits_of, significant
-from harness.cli import GENERATOR, Parser, cut, refuse_foreign, show_size
+from harness.cli import Parser, cut, show_size
 from harness.exits import refuse
+from readers.files import GENERATOR, refuse_foreign
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

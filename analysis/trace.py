@@ -38,6 +38,7 @@ from analysis.traces.kineto import Activity, Cover, Span, Step, Trace, union
 from harness import cli, exits, report
 from harness.files import check_regular
 from readers import files
+from readers.files import GENERATOR, refuse_foreign
 from readers.isolated import collective_times
 
 # isort: split
@@ -332,7 +333,7 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
     axes.invert_yaxis()
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     writer = "Software" if path.endswith(".png") else "Creator"  # metadata field of the format
-    figure.savefig(path, dpi=150, metadata={writer: cli.GENERATOR})
+    figure.savefig(path, dpi=150, metadata={writer: GENERATOR})
 
 
 # -- collectives ----------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.output:
-            cli.refuse_foreign(args.output)
+            refuse_foreign(args.output)
         alone = read_alone(args.against) if args.against else None
         found, lines = files_in(args.trace)
         cases = by_case(found)

@@ -88,6 +88,7 @@ from harness.benchmark import LOAD_UNKNOWN, Benchmark, Key, Planned, folded
 from harness.cpu_load import Others
 from harness.environment import count_of, node_names, node_of_each, rank_names
 from harness.report import Case
+from readers import files
 
 LARGEST_MATRIX = 32  # members; with more, only the worst links are printed
 WORST = 20  # number of links that are printed then
@@ -390,7 +391,7 @@ def check_plot(path: str) -> None:
     replace a file of another program."""
     if find_spec("matplotlib") is None:
         raise ValueError("requires matplotlib, which is not installed; try pip install matplotlib")
-    cli.refuse_foreign(path)
+    files.refuse_foreign(path)
 
 
 def draw(links: list[Link], members: int, path: str) -> None:
@@ -406,7 +407,7 @@ def draw(links: list[Link], members: int, path: str) -> None:
         ax.set(xticks=ticks, yticks=ticks)
         figure.colorbar(image, ax=ax, shrink=0.7)
     writer = "Software" if path.endswith(".png") else "Creator"  # metadata key of the file format
-    figure.savefig(path, dpi=150, metadata={writer: cli.GENERATOR})
+    figure.savefig(path, dpi=150, metadata={writer: files.GENERATOR})
 
 
 # -- the answer ------------------------------------------------------------------------------------

@@ -25,8 +25,6 @@ TURN = "TORCHRUN_BENCH_TURN"  # set by ab.py --interleave to two named pipes, TH
 TOKEN = b"."  # sent through these pipes to pass the turn on
 VERSION = "0.1.0"  # as in CHANGELOG.md
 MAX_NUMBER = 1e9  # upper limit of numbers in flags: larger ones are typos, and overflow somewhere
-GENERATOR = "output of torchrun-bench"  # in the metadata of each page (report.html.j2) and picture
-SEARCHED_BYTES = 2**14  # at the start and at the end of a file, to find it
 # Flags that launchers accept, or that scripts accepted before torchrun existed
 LAUNCHER_FLAGS = dict.fromkeys(
     (
@@ -349,17 +347,3 @@ def check_output(flag: str, path: str | None) -> None:
         refuse(f"{flag} {path}: no folder {folder}; try mkdir -p {shlex.quote(folder)}")
     if not os.path.exists(path) and not os.access(folder, os.W_OK):
         refuse(f"{flag} {path}: no permission to write to the folder {folder}; give another path")
-
-
-def refuse_foreign(path: str) -> None:
-    """Raise ValueError if a page or picture would overwrite a file without GENERATOR, or would be
-    written to a pipe or a device."""
-    files.check_regular(path)
-    if not os.path.isfile(path):
-        return
-    with open(path, "rb") as file:
-        ends = file.read(SEARCHED_BYTES)
-        file.seek(max(0, os.path.getsize(path) - SEARCHED_BYTES))
-        ends += file.read(SEARCHED_BYTES)
-    if ends and GENERATOR.encode() not in ends:
-        raise ValueError(f"{path} exists and is no {GENERATOR}; give another path")

@@ -1,4 +1,5 @@
-"""Files that a user names: only regular files are read, up to limits on their number and size."""
+"""Files that a user names: only regular files are read, up to limits on their number and size, and
+only files of this project are replaced."""
 
 import gzip
 import io
@@ -12,8 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.files import kind_of
+from harness.files import check_regular, kind_of
 
+GENERATOR = "output of torchrun-bench"  # in the metadata of each page (report.html.j2) and picture
+SEARCHED_BYTES = 2**14  # at the start and at the end of a file, to find it
 MAX_FILES = 10_000  # in a folder
 MAX_FOLDER_BYTES = 2**34  # of the files that are read from a folder, as stored
 MAX_FILE_BYTES = 2**32  # of a file, uncompressed
@@ -101,3 +104,17 @@ def plain_pickle(data: bytes) -> Any:
         if opcode.name.endswith("PUT") and int(argument or 0) not in range(len(data)):
             raise ValueError(f"a pickle with the memo index {argument} at byte {position}")
     return NoClasses(io.BytesIO(data)).load()
+
+
+def refuse_foreign(path: str) -> None:
+    """Raise ValueError if a page or picture would overwrite a file without GENERATOR, or would be
+    written to a pipe or a device."""
+    check_regular(path)
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        ends = file.read(SEARCHED_BYTES)
+        file.seek(max(0, os.path.getsize(path) - SEARCHED_BYTES))
+        ends += file.read(SEARCHED_BYTES)
+    if ends and GENERATOR.encode() not in ends:
+        raise ValueError(f"{path} exists and is no {GENERATOR}; give another path")
