@@ -62,15 +62,9 @@ SECRET_PARTS = (  # of values: users and queries of URLs, and what follows these
 RANDOM = re.compile(r"(?=[A-Za-z+=]*\d)(?=[\d+=]*[A-Za-z])[A-Za-z\d+=]{20,}")
 
 
-def with_estimates(content: Any) -> Any:
-    """Return decoded JSON with each Estimate restored from its JSON object, at any depth."""
-    if isinstance(content, list):
-        return [with_estimates(entry) for entry in content]
-    if not isinstance(content, dict):
-        return content
-    if content.keys() == {"value", "low", "high"}:
-        return Estimate(**content)
-    return {name: with_estimates(entry) for name, entry in content.items()}
+def as_estimate(content: dict[str, Any]) -> Any:
+    """Return the Estimate that a JSON object stands for; any other object as it is."""
+    return Estimate(**content) if content.keys() == {"value", "low", "high"} else content
 
 
 @dataclass(kw_only=True)
@@ -329,7 +323,7 @@ def load(
                     break
                 if line.isspace():
                     continue
-                content = json.loads(line.decode())
+                content = json.loads(line.decode(), object_hook=as_estimate)
                 if report is None:
                     if (schema := content.get("schema")) != SCHEMA:
                         raise ValueError(f"expected schema {SCHEMA}, got {shown(schema)[:60]}")
@@ -350,7 +344,6 @@ def load(
                     case = Case(**content)
                     case.measured_at = measured_at = case.measured_at or report.started_at
                     case.hosts = case.hosts or report.environment.get("hosts") or []
-                    case.metrics = with_estimates(case.metrics)
                     each(report, case)
                     name = json.dumps(case.key, sort_keys=True)
                     cases.pop(name, None)

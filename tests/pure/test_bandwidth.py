@@ -1,6 +1,7 @@
 """analysis/traces/bandwidth.py and readers/isolated.py: bytes, bandwidths, and times of the same
 collectives alone."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,7 @@ def test_times_of_a_report() -> None:
     of = []
     for size, check in ((8, ""), (16, "failed: 3 wrong values")):
         one = measured("all_reduce", size, 3.0)
-        metrics = report.with_estimates(one["metrics"])
+        metrics = json.loads(json.dumps(one["metrics"]), object_hook=report.as_estimate)
         of.append(Case(key=one["key"], ranks=[0, 1], metrics=metrics, check=check))
     environment = {"ranks": [{"rank": rank, "host": "vm"} for rank in (0, 1)]}
     found = collective_times(Report("collectives", environment, cases=of))
