@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,10 @@ def test_the_overview_lists_each_script_with_its_question(archive: str) -> None:
     assert sorted(listed) == sorted(names)
     assert Path(archive).stat().st_size < 2_000_000
     assert f"python {archive} compare" in python(archive, "compare", "--help").stdout
+    for flags in ("", "launch slurm_srun.sbatch"):  # a reader that ends early
+        command = f"{shlex.join([sys.executable, archive])} {flags} 2>err | true"
+        subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], check=True)
+        assert "Error" not in Path("err").read_text()
 
 
 @pytest.mark.smoke

@@ -38,9 +38,17 @@ def read_questions(names: list[str]) -> dict[str, str]:
 def print_overview(names: list[str]) -> None:
     """Print how to use the archive, and each script with its question."""
     (archive,) = exits.words_of("")
-    print(str(__doc__).format(archive=shlex.quote(archive)))
-    for name, question in read_questions(names).items():
-        print(f"    {name:17} {question}")
+    lines = [str(__doc__).format(archive=shlex.quote(archive))]
+    lines += [f"    {name:17} {question}" for name, question in read_questions(names).items()]
+    show("\n".join(lines) + "\n")
+
+
+def show(text: str) -> None:
+    """Print a text, or as much of it as a reader such as `head` takes."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        exits.abandon(sys.stdout)
 
 
 def print_wrapper(names: list[str], chosen: list[str]) -> int:
@@ -53,7 +61,7 @@ def print_wrapper(names: list[str], chosen: list[str]) -> int:
         extract = shlex.join(["python", "-m", "zipfile", "-e", *exits.words_of(""), "FOLDER"])
         requires = f"{chosen[0]} requires {', '.join(needed)} in its folder"
         exits.print_error(f"{requires}; to extract all files: {extract}")
-    print(text, end="")
+    show(text)
     return 0
 
 
