@@ -98,18 +98,19 @@ class Process:
 
     def until(self, what: Callable[[], Any], seconds: float = 500) -> Any:
         """Wait until `what` returns a true value and return it; otherwise the test fails, at the
-        latest 10 s after the commands have ended."""
-        end = time.monotonic() + seconds
+        latest 100 s after the commands have ended."""
+        start = time.monotonic()
+        end = start + seconds
         while time.monotonic() < end:
             if found := what():
                 return found
             time.sleep(0.1)
             if not self.tree():
-                end = min(end, time.monotonic() + 10)
-        self.fail(seconds)
+                end = min(end, time.monotonic() + 100)
+        self.fail(time.monotonic() - start)
 
     def fail(self, seconds: float) -> Any:
-        pytest.fail(f"waited {seconds} s in vain; stdout:\n{self.out}\nstderr:\n{self.err}")
+        pytest.fail(f"waited {seconds:.0f} s in vain; stdout:\n{self.out}\nstderr:\n{self.err}")
 
     def wait(self, seconds: float = 500) -> int:
         """Wait for all commands. Returns the exit status of the first that failed, else 0."""
@@ -124,7 +125,7 @@ class Process:
         for process in reversed(self.tree()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.wait(10)
+        self.wait()
 
 
 class Warm(Process):

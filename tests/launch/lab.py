@@ -118,8 +118,9 @@ def need(*tools: str, root: bool = False) -> None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
 
 
-def until(what: Callable[[], Any], seconds: float, explain: Callable[[], str]) -> Any:
-    """Wait until `what` returns something true, and return that; fail the test after `seconds`."""
+def until(what: Callable[[], Any], explain: Callable[[], str], seconds: float = 300) -> Any:
+    """Wait until `what` returns something true, and return that. The limit, after which the test
+    fails, only ends a hang."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := what():
@@ -203,7 +204,7 @@ class Lab:
             below = process.children(recursive=True)
             return next((child.pid for child in below if child.name() == "bash"), None)
 
-        pid = self.first[node] = until(first, 10, self.logs)
+        pid = self.first[node] = until(first, self.logs)
         if node:
             with contextlib.suppress(subprocess.CalledProcessError):  # left by a power cut
                 self.network(0, "ip", "link", "del", f"veth{node}")
@@ -260,7 +261,7 @@ class Lab:
 
     def power_cut(self, node: int) -> None:
         os.kill(self.first[node], signal.SIGKILL)
-        self.started.pop(node).wait(10)
+        self.started.pop(node).wait()
 
     def link_down(self, node: int) -> None:
         self.network(0, "ip", "link", "set", f"veth{node}", "down")
@@ -291,9 +292,9 @@ class Lab:
         text = self.run(0, "scontrol", "-o", "show", "job", job).stdout
         return text.partition("JobState=")[2].partition(" ")[0]
 
-    def until_over(self, job: str, seconds: float, explain: Callable[[], str]) -> str:
+    def until_over(self, job: str, explain: Callable[[], str]) -> str:
         """Wait until a job ends; return its state, one of OVER."""
-        until(lambda: self.state(job) in OVER, seconds, lambda: f"{self.state(job)}\n{explain()}")
+        until(lambda: self.state(job) in OVER, lambda: f"{self.state(job)}\n{explain()}")
         return self.state(job)
 
     def until_idle(self) -> None:
@@ -304,7 +305,7 @@ class Lab:
             states = self.run(0, "timeout", "2", "sinfo", "-hNo", "%T").stdout.split()
             return states == ["idle"] * len(self.nodes)
 
-        until(idle, 90, self.logs)
+        until(idle, self.logs)
 
     def logs(self) -> str:
         files = sorted(path for path in (self.folder / "log").iterdir() if path.suffix != ".pid")

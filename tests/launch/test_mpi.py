@@ -95,7 +95,7 @@ def test_all_ranks_end_with_one(
     done = mpirun(lab, 1, launcher, ["-n", "2"], *command, cwd=checkout)
     assert done.returncode == status, done.stdout + done.stderr
     assert want in done.stdout + done.stderr
-    until(lambda: not lab.processes(1), 20, lambda: str(lab.processes(1)))
+    until(lambda: not lab.processes(1), lambda: str(lab.processes(1)))
 
 
 STOPS = """
@@ -123,4 +123,4 @@ def test_a_rank_that_stops_is_killed(lab: Lab, checkout: Path, launcher: str, st
     done = mpirun(lab, 1, launcher, ["-n", "2"], *command, cwd=checkout)
     assert done.returncode == status, done.stdout + done.stderr
     assert "mpi_env.sh: rank 1 on node1: ended because it hung\n" in done.stdout + done.stderr
-    until(lambda: not lab.processes(1), 20, lambda: str(lab.processes(1)))
+    until(lambda: not lab.processes(1), lambda: str(lab.processes(1)))

@@ -27,7 +27,7 @@ def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, burst: str) -> None:
     lab.network(0, "tc", "qdisc", "add", *slow_link)
     try:
         job = lab.sbatch(*options, f"--wrap={command}", cwd=ROOT)
-        assert lab.until_over(job, 200, output.read_text) == "FAILED"
+        assert lab.until_over(job, output.read_text) == "FAILED"
     finally:
         lab.network(0, "tc", "qdisc", "del", "dev", "veth2", "root")
     text = output.read_text()

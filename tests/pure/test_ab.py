@@ -154,7 +154,7 @@ def test_processes_that_a_command_leaves_behind_are_ended(out: Path) -> None:
         assert mine.is_running()  # started before ab.py
     finally:
         mine.kill()
-        mine.wait(10)
+        mine.wait()
 
 
 @pytest.mark.parametrize(
