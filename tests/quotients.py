@@ -351,10 +351,13 @@ def problems(script: str, out: str) -> list[str]:
     found: list[str] = []
     ratios: set[str] = set()  # as printed in tables
     steps: dict[str, Range] = {}  # by names of rows
+    rates: list[Range] = []  # of rows
     for rows in tables(out):
         for row in rows:
             if row.cells.get("step gmean (s)", "-") != "-":
                 steps[row.name] = row["step gmean (s)"]
+            if row.cells.get("samples/s", "-") != "-":
+                rates.append(row["samples/s"])
             for head, cell in row.cells.items():
                 if formula := CHECKS[script].get(head):
                     ratios.add(cell)
@@ -363,6 +366,11 @@ def problems(script: str, out: str) -> list[str]:
                     found.append(f"column {head!r} is neither in CHECKS nor in MEASURED")
     said = re.sub(r"\n#   ?", " ", out)  # unfold sentences
     for line in said.splitlines():
+        if mean := re.search(MEAN, line):
+            quotients = [rate / printed(mean["overall"]) for rate in rates]
+            if rates and not any(map(printed(mean["longer"]).meets, quotients)):
+                found.append(f"{mean['longer']} does not follow from a row's samples/s: {line}")
+            continue
         found += [f"{problem}: {line}" for problem in in_sentence(script, line, ratios, steps)]
     return list(dict.fromkeys(found))
 
@@ -403,6 +411,10 @@ SENTENCES: dict[str, Callable[[str, str], Range]] = {
         lambda profiled, own: seconds(profiled) / seconds(own)
     ),
 }
+
+
+# A hint on a row whose steps stall: overall = the row's samples/s / longer
+MEAN = rf"a step takes (?P<longer>{NUMBER}) times this long; .* (?P<overall>{NUMBER}) samples/s"
 
 
 def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range]) -> Iterator[str]:
