@@ -268,7 +268,7 @@ def estimator(comparison: Comparison) -> str:
 def cells(result: Result) -> list[str]:
     """A row of the table."""
     base, test = show_mean(result.base_units_s), show_mean(result.test_units_s)
-    if not result.key:  # a mean over different cases has no meaningful time
+    if result.cases > 1:
         base, test = "", ""
     ratio, ends = show_ratio(result.ratio), show_ends(result)
     return [result.label, base, test, ratio, ends, verdict_text(result)]

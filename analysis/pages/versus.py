@@ -113,7 +113,7 @@ class Versus:
 
     def count(self, result: Result) -> str:
         """`4 of 6, 6 of 6`: the number of runs of BASE and of TEST that count."""
-        if not result.key:
+        if result.cases > 1:
             return ""
         base, test = self.comparison.runs_of(result.benchmark)
         sides = ((base, result.base_why), (test, result.test_why))

@@ -40,6 +40,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # None outside of Linux
 SET_CHILD_SUBREAPER = 36  # option of prctl (linux/prctl.h)
+QUOTED = re.compile(r"""\\.|'[^']*'|"(\\.|[^"\\])*\"""", re.DOTALL)
+OPERATOR = re.compile(r"[|<>;]+|(?:^|\s)(?:&+|\()|&+(?:\s|$)")  # of a shell, outside of quotes
 KEPT = "finished runs are kept in {}; repeat the same command to continue"
 
 
@@ -66,7 +68,10 @@ class Command:
         return self.folder / f"{number:02d}.log"
 
     def check_program(self) -> None:
-        """Raise ValueError if there is no such program."""
+        """Raise ValueError if there is no such program, or if a word is meant for a shell."""
+        if found := OPERATOR.search(QUOTED.sub("x", self.text)):
+            what = f"expected a command that needs no shell, got {found[0].strip()!r}"
+            raise ValueError(f"""{what}; quote the word, or write bash -c '... "$@"' bash""")
         word, path = shlex.split(self.text)[0], (os.environ | self.variables).get("PATH")
         if not shutil.which(word, path=path):
             hint = f"; to set a variable, write env {word} ..." if "=" in word else ""

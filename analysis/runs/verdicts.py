@@ -129,6 +129,7 @@ class Result:
     # position of each run that does not count for this case -> reason
     base_why: dict[int, str] = field(default_factory=dict)
     test_why: dict[int, str] = field(default_factory=dict)
+    cases: int = 1  # if more, this is their geometric mean, which has no meaningful time
     ratio: float | None = None
     # of the ratio, with confidence 1 - Design.alpha; None if the scatter of runs is unknown
     interval: tuple[float, float] | None = None
@@ -511,7 +512,7 @@ def mean_of(cases: Sequence[Result]) -> Result | None:
     full = [c for c in compared if (c.base_runs, c.test_runs) == (base_runs, test_runs)]
     if len(full) < 2:
         return None
-    mean = Result(full[0].benchmark, {}, f"geometric mean of {len(full)} cases")
+    mean = Result(full[0].benchmark, {}, f"geometric mean of {len(full)} cases", cases=len(full))
     mean.base_s = geometric_means([case.base_s for case in full])
     mean.test_s = geometric_means([case.test_s for case in full])
     mean.rounding = (

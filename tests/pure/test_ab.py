@@ -235,6 +235,11 @@ def test_which_flags_may_differ_when_a_call_continues(out: Path) -> None:
         assert "belongs to a different call: its plan does not contain" in told
 
 
+def test_quoted_operators_need_no_shell() -> None:
+    words = r"""true 'a|b' mine:f?a=1&b=2 "x;\"y" \; f(1)"""
+    Command("a", words, {}, Path()).check_program()
+
+
 def test_a_command_may_change_the_working_directory(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

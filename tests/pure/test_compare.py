@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.compare import outcome_of, show, verdict_text
+from analysis.compare import cells, outcome_of, show, verdict_text
 from analysis.runs.load import Run, load
 from analysis.runs.verdicts import Comparison, Design, Result, compare, judge_all, sign_flip_test
 from tests.pure.reports import case, run, runs, start, write
@@ -118,6 +118,7 @@ def test_the_sign_flip_test_by_hand() -> None:
         result = Result("x", {}, base_s=[1.0] * len(logs), test_s=exp(*logs))
         judge_all([result], Design(paired=True, interleaved=interleaved))
         assert verdict_text(result) == verdict
+        assert cells(result)[1] == "1.000 s"  # also with an empty key
         if verdict == "undecided":
             why = "the interval excludes 1, but a sign-flip test of the pairs does not (p = 0.062)"
             assert result.reason == why
