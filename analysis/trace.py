@@ -357,6 +357,7 @@ def show_collectives(
     """Print the tables of process groups and of their collectives. Returns the lines to print below
     them, with the answers last."""
     groups = calls.groups_of(traces)
+    receives.match(groups, traces)
     lines = [remark for group in groups for remark in group.remarks]
     if groups:
         waiting = [calls.waiting_in(group) for group in groups]

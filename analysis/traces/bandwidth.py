@@ -1,6 +1,7 @@
 """The bandwidth of the collectives in a trace, compared with their isolated bandwidth.
 
-time   = duration of the shortest call of any rank: that rank arrived last, so it does not wait
+time   = duration of the shortest call of any rank: that rank arrived last, so it does not wait;
+         of a matched message: of the shorter one of its send and its receive
 algbw  = bytes / time, where bytes is the larger of what a rank sends and receives
 busbw  = algbw * 2(n-1)/n for all_reduce; * (n-1)/n for all_gather, reduce_scatter, all_to_all,
          gather and scatter; * 1 for other operations (nccl-tests' doc/PERFORMANCE.md)
@@ -71,7 +72,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 class Sample:
     """A call of a collective."""
 
-    seconds: float  # time of the rank with the shortest call
+    seconds: float  # time of the rank with the shortest call, if the calls are matched
     size_bytes: int | None
     dtype: str
     weight: float = 1.0  # below 1 if the calls of the ranks are not matched
@@ -102,6 +103,7 @@ def rows_of(
             why = "the traces do not name all hosts"
             notes[f"{why}, so {what}; --gpus-per-node overrides this"] = None
         has_all = bool(ranks) and set(ranks) <= set(group.calls)
+        ends = {*group.other_ends()}
         for operation in sorted(
             {call.about.name for of_rank in group.calls.values() for call in of_rank}
         ):
@@ -109,7 +111,8 @@ def rows_of(
             if alone is not None:
                 for sample in samples:
                     compare(sample, alone, operation, layout)
-            waiting = not has_all or operation not in MATCHED
+            of_all = (id(call.activity) for of in group.of(operation).values() for call in of)
+            waiting = not has_all if operation in MATCHED else not ends.issuperset(of_all)
             for is_compared in (True, False):
                 part = [sample for sample in samples if bool(sample.alone) == is_compared]
                 if part:
@@ -129,7 +132,7 @@ def remarks_on_waiting(rows: Sequence[Row]) -> list[str]:
     lines = []
     for matched, why in (
         (True, "because some ranks of a group have no trace"),
-        (False, "which is known only for collectives"),
+        (False, "which is known only for collectives and matched messages"),
     ):
         of = [
             row.operation for row in rows if row.waiting and (row.operation in MATCHED) == matched
@@ -150,12 +153,14 @@ def timed(group: Group, operation: str, traces: Mapping[int, Trace]) -> list[Sam
         samples.append(Sample(shortest.us / 1e6, size, shortest.about.dtype))
     if operation in group.matched:
         return samples
+    ends = group.other_ends()
     for rank, calls in group.of(operation).items():
         # all steps of the rank, also those that were not compared
         weight = group.steps / len(traces[rank].steps) / len(group.calls)
         for call in calls:
             size = size_of(call, group.size)
-            samples.append(Sample(call.us / 1e6, size, call.about.dtype, weight))
+            us = min(call.us, ends.get(id(call.activity), call).us)
+            samples.append(Sample(us / 1e6, size, call.about.dtype, weight))
     return samples
 
 

@@ -47,6 +47,15 @@ class Call(NamedTuple):
 Matched = dict[int, Call]  # one collective: rank -> call
 
 
+class Message(NamedTuple):
+    """A send and its receive."""
+
+    source: int  # the rank that sends
+    rank: int  # the rank that receives
+    sent: Call
+    received: Call
+
+
 @dataclass
 class Group:
     """A process group, as described by the traces."""
@@ -59,6 +68,7 @@ class Group:
     comparable: bool  # whether all traces are known to be of the same group
     compared: dict[int, list[str]]  # by rank: the steps that were compared, if any; see `match`
     matched: dict[str, list[Matched]] = field(default_factory=dict)  # by operation
+    messages: list[Message] = field(default_factory=list)  # see `receives.match`
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -75,6 +85,12 @@ class Group:
             rank: [call for call in calls if call.about.name == operation]
             for rank, calls in self.calls.items()
         }
+
+    def other_ends(self) -> dict[int, Call]:
+        """The receive of each matched send and the send of each matched receive, by the id of its
+        activity."""
+        pairs = [(one.sent, one.received) for one in self.messages]
+        return {id(a.activity): b for x, y in pairs for a, b in ((x, y), (y, x))}
 
 
 def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
@@ -374,14 +390,18 @@ def sentence(
 def conclude(
     groups: Sequence[Group], waiting: Sequence[dict[int, Waiting]], traces: Mapping[int, Trace]
 ) -> list[str]:
-    """Which rank the other ranks wait for, in words, and what could not be compared."""
+    """Which rank the other ranks wait for in collectives, in words, and what could not be compared.
+    `receives.sentences` reports waits in matched messages."""
     together = {rank: one for rank, one in total(waiting).items() if one.steps}
     labels = {rank: trace.label for rank, trace in traces.items()}
     part, others = share_compared(groups, traces)
+    messages = any(group.messages for group in groups)
+    kind = "in collectives, " if messages else ""
     if not together:
         if len(traces) < 2 or not others:
             return []
-        return [f"which ranks wait is unknown; not compared between ranks: {others}"]
+        unknown = "" if messages else "which ranks wait is unknown; "
+        return [f"{unknown}not compared between ranks: {others}"]
     longest: dict[str, float] = {}  # of all ranks: the ranks that wait have the longer steps
     for rank in together:
         for step in traces[rank].steps:
@@ -397,31 +417,35 @@ def conclude(
     if early is not None:
         at_start = max(late[early].get(step, 0) for step in first[early])
         what = f"the other ranks wait {at_start:.5g} ms for {labels[early]}"
-        lines.append(f"left out the first calls of the traces, where profilers start: {what} there")
+        first_calls = "left out the first collectives of the traces, where profilers start"
+        lines.append(f"{first_calls}: {what} there")
         if not any(one.later for one in together.values()):
-            return [*lines, "which rank is late is unknown: no other calls could be compared"]
+            unknown = f"{kind}which rank is late is unknown: no other calls could be compared"
+            return [*lines, unknown]
     compared = f" in the calls that were compared ({part:.1%} of a step); not compared: {others}"
     answer = sentence(kept, where, left, labels, compared if others else "")
     if others and compared not in answer:
         lines.append(f"not compared between ranks: {others}")
-    return [*lines, answer]
+    return [*lines, kind + answer]
 
 
 def share_compared(groups: Sequence[Group], traces: Mapping[int, Trace]) -> tuple[float, str]:
-    """The share of a step in calls that show which rank waits, and the operations among the other
-    ones that take more than LATE of a step on any rank: `sendrecv (38.3% of a step)`."""
+    """The share of a step in collectives that show which rank waits, and the other operations,
+    except matched messages, that take more than LATE of a step on any rank: `sendrecv (38.3% of a
+    step)`. Shares are means over the ranks; the largest one is added if it is larger by LATE."""
     compared = {
         id(call.activity)
         for group in groups
         for _, calls in compared_calls(group)
         for call in calls.values()
     }
+    messages = {end for group in groups for end in group.other_ends()}
     shares = defaultdict[str, dict[int, float]](dict)  # by operation and rank
     for rank, trace in traces.items():
         names = {name for group in groups for name in group.compared.get(rank, ())}
         steps = [step for step in trace.steps if step.name in names] or trace.steps
         spans = defaultdict[str, list[Span]](list)
-        for one in (one for step in steps for one in step.calls):
+        for one in (x for step in steps for x in step.calls if id(x) not in messages):
             name = one.collective.name if one.collective else one.name
             spans["" if id(one) in compared else name].append((one.start, one.end))
         length = sum(step.end - step.start for step in steps)
@@ -434,9 +458,10 @@ def share_compared(groups: Sequence[Group], traces: Mapping[int, Trace]) -> tupl
     words = []
     for name in large:
         most = max(shares[name], key=shares[name].__getitem__)
-        uneven = shares[name][most] > 2 * mean[name]
-        on_rank = f", {shares[name][most]:.1%} on {traces[most].label}" if uneven else ""
-        words.append(f"{clean(name, 60)} ({mean[name]:.1%} of a step{on_rank})")
+        share = f"{mean[name]:.1%} of a step"
+        if shares[name][most] - mean[name] > LATE:
+            share = f"on average {share}, {shares[name][most]:.1%} on {traces[most].label}"
+        words.append(f"{clean(name, 60)} ({share})")
     return part, cut(words, 3)
 
 

@@ -1,27 +1,46 @@
 """The time that each stage of a pipeline spends in receives, and for which rank it waits.
 
-A message ends at about the same time on both ranks. Therefore the time for which a rank waits in a
-receive is its length minus that of the send, which belongs to the rank that arrived later.
+A message ends at about the same time on both ranks. Therefore the rank whose call is longer waits
+in it, for the difference of the two: the other rank arrived later.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
-from analysis.traces.calls import LATE, Call, Group, Spans, members, ms_by_step, spans_by_step
-from analysis.traces.kineto import Trace
+from analysis.traces.calls import (
+    LATE,
+    Call,
+    Group,
+    Message,
+    Spans,
+    members,
+    ms_by_step,
+    spans_by_step,
+)
+from analysis.traces.kineto import Step, Trace
 
 RECEIVES = ("recv", "sendrecv")  # a kernel SendRecv may also be an all-to-all
 
 
 @dataclass
 class Receives:
-    """The receives of a rank."""
+    """The receives of a rank, and how long it waits in messages."""
 
     calls: int = 0
     spans: Spans = field(default_factory=spans_by_step)
-    waits: dict[int, Spans] = field(default_factory=dict)  # by the rank that sends
+    waits: dict[tuple[str, int], Spans] = field(default_factory=dict)  # ("from" or "to", rank)
+    steps: set[str] = field(default_factory=set)  # those with messages
     matched: int = 0  # number of calls whose send was found
+
+
+def match(groups: Sequence[Group], traces: Mapping[int, Trace]) -> None:
+    """Set the messages of the groups: the sends and receives in which waiting is known."""
+    for group in groups:
+        for source, rank, sends, receives in links(group, members(group, traces)):
+            pairs = matched(sends, receives)
+            group.messages += [Message(source, rank, *pair) for pair in pairs]
 
 
 def receives_of(groups: Sequence[Group], traces: Mapping[int, Trace]) -> dict[int, Receives]:
@@ -29,21 +48,25 @@ def receives_of(groups: Sequence[Group], traces: Mapping[int, Trace]) -> dict[in
     single trace also if it only has kernels that may be an all-to-all."""
     found: dict[int, Receives] = {}
     for group in groups:
-        ranks = members(group, traces)
         for rank, calls in group.calls.items():
             own = [call for call in calls if call.about.name in RECEIVES]
-            if own or any(call.about.name == "send" for call in calls):
+            steps = {call.step for call in calls if call.about.name in ("send", *RECEIVES)}
+            if steps:
                 one = found.setdefault(rank, Receives())
                 one.calls += len(own)
+                one.steps |= steps
                 for call in own:
                     span = (call.activity.start, call.activity.end)
                     one.spans[call.step].append(span)
-        for source, rank, sends, receives in links(group, ranks):
-            for sent, received in matched(sends, receives):
-                one, start = found[rank], received.activity.start
-                one.matched += 1
-                waits = one.waits.setdefault(source, spans_by_step())
-                waits[received.step].append((start, start + max(0, received.us - sent.us)))
+        for source, rank, sent, received in group.messages:
+            found[rank].matched += 1
+            for own_rank, call, other, end in (
+                (rank, received, sent, ("from", source)),
+                (source, sent, received, ("to", rank)),
+            ):
+                start = call.activity.start
+                waits = found[own_rank].waits.setdefault(end, spans_by_step())
+                waits[call.step].append((start, start + max(0, call.us - other.us)))
     named = any(call.about.name == "recv" for group in groups for call in group.all_calls())
     shown = any(one.calls for one in found.values()) and (named or len(traces) > 1)
     return found if shown else {}
@@ -72,7 +95,7 @@ def links(group: Group, ranks: Sequence[int]) -> Iterator[tuple[int, int, list[C
             elif name == "sendrecv" and rank in peers:
                 sides[rank, peers[rank]]["sends"].append(call)
     for (source, rank), of in sides.items():
-        if rank in group.calls:
+        if {source, rank} <= group.calls.keys():
             yield source, rank, of["sends"], of["receives"]
 
 
@@ -93,40 +116,49 @@ def rows_of(found: Mapping[int, Receives], traces: Mapping[int, Trace]) -> list[
     for rank, one in sorted(found.items()):
         steps = traces[rank].steps
         ms = sum(ms_by_step(one.spans).values()) / len(steps)
-        step_ms = sum(step.end - step.start for step in steps) / len(steps) / 1e3
-        row = [rank, f"{one.calls / len(steps):.5g}", f"{ms:.5g}", f"{100 * ms / step_ms:.1f}"]
-        if one.matched:
-            source, waits = longest_wait(one, traces[rank])
-            rows.append([*row, f"{waits:.5g}", source if waits else "-"])
+        share = ms / mean_ms(steps)
+        row = [rank, f"{one.calls / len(steps):.5g}", f"{ms:.5g}", f"{100 * share:.1f}"]
+        if one.waits:
+            (_, other), waits, _ = longest_wait(one, traces[rank])
+            rows.append([*row, f"{waits:.5g}", other if waits else "-"])
         else:
             rows.append([*row, "-", "-"])
     return rows
 
 
-def longest_wait(one: Receives, trace: Trace) -> tuple[int, float]:
-    """The rank for which another one waits longest, and the milliseconds of a step."""
+def mean_ms(steps: Sequence[Step]) -> float:
+    """The length of the mean step in milliseconds."""
+    return fmean(step.end - step.start for step in steps) / 1e3
+
+
+def longest_wait(one: Receives, trace: Trace) -> tuple[tuple[str, int], float, float]:
+    """The messages in which a rank waits longest, the milliseconds of a step, and those of the mean
+    step: over the steps with matched messages and those without messages."""
+    names = {name for spans in one.waits.values() for name in spans}
+    steps = [step for step in trace.steps if step.name in names or step.name not in one.steps]
     waits = {
-        source: sum(ms_by_step(spans).values()) / len(trace.steps)
-        for source, spans in one.waits.items()
+        end: sum(ms_by_step(spans).values()) / len(steps)
+        for end, spans in sorted(one.waits.items())
     }
-    source = max(waits, key=waits.__getitem__)
-    return source, waits[source]
+    end = max(waits, key=waits.__getitem__)
+    return end, waits[end], mean_ms(steps)
 
 
 def sentences(found: Mapping[int, Receives], traces: Mapping[int, Trace]) -> list[str]:
-    """Which ranks wait in receives, or that this is unknown."""
+    """Which ranks wait in messages, and in how many receives this is unknown."""
     lines = []
     for rank, one in sorted(found.items()):
-        steps = traces[rank].steps
-        step_ms = sum(step.end - step.start for step in steps) / len(steps) / 1e3
-        if not one.matched:
+        if not one.waits:
             continue
-        source, waits = longest_wait(one, traces[rank])
+        (way, other), waits, step_ms = longest_wait(one, traces[rank])
         if waits > LATE * step_ms:
-            sender = traces[source].label if source in traces else f"rank {source}"
             what = f"{waits:.5g} ms of a {step_ms:.5g} ms step ({waits / step_ms:.1%})"
-            lines.append(f"{traces[rank].label} waits {what} in messages from {sender}")
-    if any(one.calls and not one.matched for one in found.values()):
-        what = "for which rank the ranks wait in recv and sendrecv is unknown"
-        lines.append(f"{what}: the traces do not state who sends")
+            lines.append(
+                f"{traces[rank].label} waits {what} in messages {way} {traces[other].label}"
+            )
+    calls = sum(one.calls for one in found.values())
+    if unknown := calls - sum(one.matched for one in found.values()):
+        what = f"for which rank the ranks wait in {unknown} of {calls} calls of recv and sendrecv"
+        why = "the traces do not contain or do not identify their sends"
+        lines.append(f"{what} is unknown: {why}")
     return lines

@@ -79,7 +79,16 @@ def test_messages_are_averaged_over_ranks(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, *ranks)
     assert bandwidths(*paths)["send"] == ["2", "1", "1M", "2", "0.5243", "0.5243", "20.1"]
     line = "# times of send include waiting for other ranks, which is known only for collectives"
-    assert remarks(*paths)[0] == line
+    assert remarks(*paths)[0] == f"{line} and matched messages"
+    # rank 0 sends to rank 1, which arrives 2 ms later: without waiting, 1 ms, and 0.5 ms per rank
+    ends = (("send", 4500, 3000), ("recv", 6500, 1000))
+    paths = save_ranks(tmp_path, *(rank_of_two(0, collective(*end, MIB)) for end in ends))
+    cells = ["2", "0.5", "512K", "0.5", "1.049", "1.049", "5.0"]
+    assert [bandwidths(*paths)[name] for name, _, _ in ends] == [cells, cells]
+    assert remarks(*paths) == [
+        "# rank 0 waits 2 ms of a 9.95 ms step (20.1%) in messages to rank 1",
+        "# in collectives, no rank makes the other ranks wait for more than 5% of a step",
+    ]
     # rank 1's window has the second of two steps and another one
     ranks = [rank_of_two(0, collective("send", 4500, 1000, MIB)) for _ in range(2)]
     for event in ranks[1]:
