@@ -50,6 +50,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.logs import step_logs
+from analysis.logs.suggestions import suggested
 from analysis.runs import as_json
 from analysis.runs.load import ENDINGS, Run, find, load
 from analysis.runs.looks import compare
@@ -457,7 +458,7 @@ def main() -> int:
         refuse(f"expected reports of two sides, BASE and --test TEST; {example}")
     gc.disable()  # a report is millions of numbers without reference cycles
     paths = [*args.base, *args.test]
-    with one_line(paths):
+    with one_line(paths), suggested():
         of_reports = {"--measure": args.measure, "--interleaved": args.interleaved}
         steps = step_logs.steps_of(args, of_reports)
         if steps:

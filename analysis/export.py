@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.logs import step_logs
+from analysis.logs.suggestions import suggested
 from analysis.runs.load import find, load, numbers
 from analysis.show import canonical, one_line, put, unit_of
 from harness import report
@@ -131,7 +132,7 @@ def main() -> int:
     add("--metric", type=list_of(str), metavar="NAME", help=metric)
     step_logs.add_step_flags(parser, "the files, which are logs of any program")
     args = parser.parse_args()
-    with one_line(args.reports):
+    with one_line(args.reports), suggested():
         steps = step_logs.steps_of(args, {"--to pytorch": args.to == "pytorch"})
         if args.to == "pytorch":
             text = to_pytorch(find(args.reports))

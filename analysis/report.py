@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import show
 from analysis.compare import add_design_flags, add_side_flags
 from analysis.logs.step_logs import Steps, add_step_flags, load_logs, steps_of
+from analysis.logs.suggestions import suggested
 from analysis.pages.page import Section, Table, as_page, hide_folders, name_reports
 from analysis.pages.versus import compare_folder, compare_sides, is_folder, read_folder
 from analysis.runs.differences import (
@@ -310,7 +311,8 @@ def sections_of(
     if not words:
         raise ValueError(f"there are no reports in {paths[0]} yet")
     words = [*words, *given.test]
-    runs = load_logs(words, steps) if steps else load(words, given.measure)
+    with suggested():
+        runs = load_logs(words, steps) if steps else load(words, given.measure)
     names = [f"{folder.path}/{name}" for folder in folders for name in folder.commands]
     texts = [text for folder in folders for text in folder.commands.values()]
     name_reports(runs)

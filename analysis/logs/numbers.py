@@ -163,14 +163,14 @@ def in_one_word(text: str) -> str:
     return SLASH.sub("/", PER_WORD.sub(PER, INVERSE.sub(rf"{PER}\1", text)))
 
 
-def unit_after(line: str, end: int) -> Unit | None:
-    """The unit that a line states next to the end of a number, and not before another number."""
+def unit_after(line: str, end: int, default: Unit = UNITS[RATE]) -> Unit | None:
+    """The unit that a line states next to the end of a number, and not before another number.
+    default: the unit of a number that only a prefix follows: 1.5K."""
     text = line[end : end + WINDOW]
     if MINUTES.match(text):
         return Unit("min", False, 60.0)
     if prefix := re.match(r" ?\[?([kKMG])(?![\w/])", text):  # 1.5K tok/s
-        unit = unit_in(text[prefix.end() :])
-        unit = unit if unit and unit.is_rate else UNITS[RATE]
+        unit = unit_in(text[prefix.end() :]) or default
         return unit._replace(factor=unit.factor * PREFIXES[prefix[1]])
     return unit_in(text)
 
@@ -201,10 +201,12 @@ def unit_before(text: str) -> Unit | None:
     return named_time(text[: stated.start()], unit)
 
 
-def unit_near(line: str, start: int, end: int) -> Unit | None:
+def unit_near(line: str, start: int, end: int, default: Unit) -> Unit | None:
     """The unit that a line states next to a number: after it, or in the name before it."""
     text = line[max(0, start - WINDOW) : start]
-    return unit_after(line, end) or (None if OF_ANOTHER.search(text) else unit_before(text))
+    return unit_after(line, end, default) or (
+        None if OF_ANOTHER.search(text) else unit_before(text)
+    )
 
 
 def words_near(line: str, start: int, end: int) -> str:

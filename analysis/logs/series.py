@@ -11,14 +11,16 @@ SLOW_START = 3.0  # leading steps that take longer than this number of medians a
 UNUSUAL = 1.5  # a step by this factor off the median counts as one that stalls
 LONG_BLOCK = 5  # unusual steps in a row
 AS_AFTER_RESTARTS = (
-    "as after restarts; --skip leaves out steps at the beginning of a log and, if the step counter "
-    "begins again, after each restart"
+    "as after restarts; --skip leaves out steps at the beginning of a log and after restarts that "
+    "its step counter shows"
 )
 MIN_IN_COMMON = 10  # number of steps from which a correlation means anything
 TOGETHER = 0.9  # rank correlation above which two series may be of one job,
 ABOVE_OTHERS = 0.3  # if it is larger by this than that of any two series of different jobs
 LEVEL = 0.6  # correlation from which two series may be of one job, if chance is excluded
 SIGMAS = 4.0  # of independent steps: a correlation below is chance
+MIN_GROWING = 10  # numbers in a row that grow, which is no noise if the last is at least twice the
+MANY_GROWING = 30  # first, and from this number on also no drift
 
 
 def restarts(columns: Sequence[Sequence[int]]) -> list[int]:
@@ -26,7 +28,9 @@ def restarts(columns: Sequence[Sequence[int]]) -> list[int]:
 
     columns: the integers in the line of each match. The counter is the integer that increases by
     the same amount in most lines. An integer that never decreases and increases at each of these
-    positions is an epoch or the number of all steps, and there is no restart.
+    positions is an epoch or the number of all steps, and there is no restart. Nor is there one if
+    the counter always returns from the same number to the same number, and counts from the one to
+    the other at least twice: these are epochs.
     """
     if len(columns) < 4:
         return []
@@ -50,9 +54,20 @@ def restarts(columns: Sequence[Sequence[int]]) -> list[int]:
         # ranks that share a log may differ by a step
         drops = (down <= -3 * step) | (is_first & (down <= -2 * step))
         is_total = (change >= 0).all(axis=0) & (change[drops] > 0).all(axis=0)
-        at = [] if is_total.any() else np.flatnonzero(drops).tolist()
+        at = [] if is_total.any() or are_epochs(values, drops) else np.flatnonzero(drops).tolist()
         best = [kept[i + 1] for i in at]
     return best
+
+
+def are_epochs(counter: np.ndarray, drops: np.ndarray) -> bool:
+    """Whether a counter that drops after these positions counts the same numbers in each part. The
+    log may begin and end within a part."""
+    lasts, firsts = counter[:-1][drops], counter[1:][drops]
+    if not len(lasts) or np.ptp(lasts) or np.ptp(firsts):
+        return False
+    is_within = counter[0] >= firsts[0] and counter[-1] <= lasts[0]
+    complete = len(lasts) - 1 + int(counter[0] == firsts[0]) + int(counter[-1] == lasts[0])
+    return bool(is_within and complete >= 2)
 
 
 def after_skip(count: int, starts: Sequence[int], skip: int) -> list[int]:
@@ -81,6 +96,20 @@ def slow_start(times_s: Sequence[float], starts: Sequence[int] = ()) -> list[int
         if leading <= 0.75 * len(part):
             slow += part[:leading]
     return slow
+
+
+def only_grow(numbers: Sequence[float], many: int = MANY_GROWING) -> bool:
+    """Whether most of the numbers are in long runs that grow, as those of a clock, which may begin
+    again. Equal neighbors count once. many: the length from which a run is no drift."""
+    values = np.asarray(numbers)
+    values = values[np.diff(values, prepend=np.nan) != 0]
+    runs = np.split(values, np.flatnonzero(np.diff(values) < 0) + 1)
+    growing = [
+        len(run)
+        for run in runs
+        if len(run) >= many or (len(run) >= MIN_GROWING and run[-1] >= 2 * run[0])
+    ]
+    return sum(growing) > len(values) / 2
 
 
 def excess(times_s: Sequence[float]) -> float:

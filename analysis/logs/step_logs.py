@@ -40,9 +40,10 @@ from analysis.logs.numbers import (
     words_near,
 )
 from analysis.logs.patterns import NEW_LINE, Read, lines_in, text_of
-from analysis.logs.series import after_skip, restarts, slow_start
+from analysis.logs.series import after_skip, only_grow, restarts, slow_start
 from analysis.runs.load import (
     LAST_DIGIT,
+    LATER,
     LEADING,
     MAX_FOREIGN_BYTES,
     MEAN,
@@ -159,7 +160,8 @@ class Found(NamedTuple):
 
     times_s: list[float]
     last_digit: float  # one unit in the last digit / the median number
-    leading: int = 0  # slow steps at the beginning of attempts, which were left out
+    leading: int = 0  # slow steps at the beginning, which were left out
+    later: int = 0  # the same after restarts
     mark: str = "."  # the decimal mark
     span: tuple[str, str] | None = None  # the times of day of the first and of the last match
     counts: str = ""  # what the numbers count, such as steps
@@ -431,11 +433,22 @@ def times_of(matches: Sequence[Match], steps: Steps, path: str, mark: str = "") 
         numbers[unit.is_rate, unit.factor].append(value)
         last_digits[unit.is_rate, unit.factor].append(last_digit)
     check_times(times_s, path, steps.measure)
+    refuse_clock(times_s, texts, path, steps)
     shares = [share_of_last_digit(numbers[unit], last_digits[unit]) for unit in numbers]
     slow = set(slow_start(times_s, starts))
+    leading = len([i for i in slow if i < (starts or [len(times_s)])[0]])
     steady = [time_s for i, time_s in enumerate(times_s) if i not in slow]
     of = one_of(counts, steps)
-    return Found(steady, max(shares), len(slow), mark, span_of(matches), of)
+    later = len(slow) - leading
+    return Found(steady, max(shares), leading, later, mark, span_of(matches), of)
+
+
+def refuse_clock(times_s: Sequence[float], texts: Sequence[str], path: str, steps: Steps) -> None:
+    """Raise ValueError if the times are those of a clock."""
+    if not any(unit and unit.is_rate for unit in steps.units) and only_grow(times_s):
+        got = cut([*dict.fromkeys(texts)], 3)
+        what = f"{path}: expected the time of each step, got numbers that grow from step to step"
+        raise ValueError(f"{what}, like the time since the start: {got}; {EXAMPLE}")
 
 
 def share_of_last_digit(numbers: Sequence[float], last_digits: Sequence[float]) -> float:
@@ -557,7 +570,7 @@ def unit_of_match(match: Match, steps: Steps) -> Unit:
         got = clean(match.line[match.start : several.end()])
         what = f"{match.where}: expected the time or rate of one step, got {shown(got)}"
         raise ValueError(f"{what}; compare logs with one step per number")
-    stated = unit_near(match.line, match.start, match.end)
+    stated = unit_near(match.line, match.start, match.end, unit)
     if not stated:
         words = words_near(match.line, match.start, match.end)
         return unit._replace(of=words) if words else unit
@@ -569,13 +582,13 @@ def unit_of_match(match: Match, steps: Steps) -> Unit:
         got = clean(match.line[first : match.end + 8].strip())
         what = f"{match.where}: expected numbers in {unit.name}, got {shown(got)}"
         raise ValueError(rf"{what}; e.g. --step '(?P<ms>[\d.]+) ?ms|(?P<s>[\d.]+) ?s'")
-    return stated if stated.of or stated.factor != 1 else unit
+    return stated if stated.of or stated.factor != unit.factor else unit
 
 
 def differs(a: Unit, b: Unit) -> bool:
     """Whether one is a time and the other a rate, or a time in another unit. Rates of any factor
     are converted."""
-    return (a.is_rate, a.is_rate or a.factor) != (b.is_rate, b.is_rate or b.factor)
+    return (a.is_rate, a.is_rate or a.name) != (b.is_rate, b.is_rate or b.name)
 
 
 # -- runs and reports ------------------------------------------------------------------------------
@@ -591,6 +604,8 @@ def case_of(found: Found, steps: Steps) -> Case:
     case.metrics[MEAN] = Estimate(float(np.mean(found.times_s)))
     if found.leading:
         case.metrics[LEADING] = found.leading
+    if found.later:
+        case.metrics[LATER] = found.later
     case.stop = "log"
     return case
 

@@ -23,7 +23,6 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.logs import nccl_tests
-from analysis.logs.patterns import suggestion
 from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common.stats import MIN_ROUNDS, Estimate, iteration_times, mean_of_blocks, median
 from harness import report as report_file
@@ -42,7 +41,8 @@ RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl")  # reports in a folder
 LAST_DIGIT = "last_digit_share"  # a metric of logs: one unit in the last digit / the number
 MEAN = "step_mean_s"  # a metric of logs: the mean time of a step
-LEADING = "leading_steps"  # a metric of logs: slow steps at the beginning, which were left out
+LEADING = "leading_steps"  # a metric of logs: slow steps at the beginning, which were left out,
+LATER = "slow_steps_after_restarts"  # and those after restarts
 LOAD_ENDING = ".load"  # file with the load during a run, next to its report
 MAX_SEEN = 200_000  # files of any kind in a folder with reports or logs
 MAX_FOREIGN_BYTES = 2**28  # of a report of another program, which is read as a whole
@@ -128,6 +128,14 @@ class Run(Report):
         return ", ".join(
             [f"{text} {first[0].measured}", *(f"{len(run)} {run[0].measured}" for run in others)]
         )
+
+
+class NotAReportError(ValueError):
+    """A file of another program. content: its bytes."""
+
+    def __init__(self, message: str, content: bytes) -> None:
+        super().__init__(message)
+        self.content = content
 
 
 def load(
@@ -383,12 +391,12 @@ def parse(
     text = first + file.read(MAX_FOREIGN_BYTES)
     if len(text) >= MAX_FOREIGN_BYTES:
         what = f"{path} is not a report, and has more than {MAX_FOREIGN_BYTES:,} bytes"
-        raise ValueError(what + suggestion(text))
+        raise NotAReportError(what, text)
     content.update(text)
     reports = foreign_reports(text, path)
     if not reports:
         what = f"{path} is neither a report nor a log with a table of nccl-tests"
-        raise ValueError(what + suggestion(text))
+        raise NotAReportError(what, text)
     for report in reports:
         for case in report.cases:
             each(report, case)

@@ -20,7 +20,7 @@ from analysis.logs import series
 from analysis.runs import rounding
 from analysis.runs.duplicates import duplicates
 from analysis.runs.evidence import is_timed
-from analysis.runs.load import LEADING, MEAN, STEP, Row, Run
+from analysis.runs.load import LATER, LEADING, MEAN, STEP, Row, Run
 from analysis.runs.verdicts import Comparison, Design, Result
 from analysis.runs.verdicts import compare as compare_once
 from analysis.show import canonical, show_time
@@ -170,12 +170,14 @@ def refuse_mixture(runs: Sequence[Run], side: str) -> None:
 def remarks_of(runs: Sequence[Run], side: str) -> list[str]:
     """Lines about files, slow starts and implausible units."""
     lines = [remark for run in runs for remark in run.remarks]
-    leading = [row_of(run).metrics.get(LEADING) or 0 for run in runs]
-    if any(leading):
-        low, high = min(leading), max(leading)
+    slow = []
+    for name, form in ((LEADING, "the first {} {}"), (LATER, "{} {} after restarts")):
+        counts = [row_of(run).metrics.get(name) or 0 for run in runs]
+        low, high = min(counts), max(counts)
         many = f"{low}" if low == high else f"up to {high}"
-        noun = "step" if high == 1 else "steps"
-        what = f"the first {many} {noun} of the logs of {side} took more than"
+        slow += [form.format(many, "step" if high == 1 else "steps")] if high else []
+    if slow:
+        what = f"{' and '.join(slow)} of the logs of {side} took more than"
         lines.append(f"{what} {series.SLOW_START:g} medians: left out; --skip N sets the number")
     middle = median([row_of(run).time_s for run in runs]).value
     if middle > LONG_S and row_of(runs[0]).measure != STEP:

@@ -130,8 +130,8 @@ def test_median_and_mean_that_contradict_each_other_are_undecided(tmp_path: Path
         (
             ([30.0] * 8 + [5.0] * 6) * 3,
             "18 of 42 steps, in blocks of about 6, take 0.17 times as long, as after restarts; "
-            "--skip leaves out steps at the beginning of a log and, if the step counter begins "
-            "again, after each restart",
+            "--skip leaves out steps at the beginning of a log and after restarts that its step "
+            "counter shows",
         ),
     ],
 )
@@ -237,12 +237,18 @@ def test_leading_steps_are_left_out_with_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
-        ([(1,), (2,), (3,), (1,), (2,), (3,)], [3]),
+        ([(1,), (2,), (3,), (1,), (2,)], [3]),
         ([(10, 100), (20, 100), (30, 100), (10, 100), (20, 100)], [3]),
         ([(300,), (310,), (320,), (310,), (320,), (330,)], []),  # ranks that are not in step
         ([(1,), (2,), (1,), (2,), (3,), (2,), (3,), (4,)], []),  # two ranks
         ([(300,), (310,), (320,), (330,), (340,), (310,), (320,)], [5]),  # from a checkpoint
-        ([(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1)], []),  # epochs
+        # epochs: two that are complete, with a part of another one at either end, with a number
+        ([(1,), (2,), (3,), (1,), (2,), (3,)], []),
+        ([(3,), (1,), (2,), (3,), (1,), (2,), (3,), (1,)], []),
+        ([(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1)], []),
+        # attempts: of other lengths, or twice from the same checkpoint to the same error
+        ([(1,), (2,), (3,), (1,), (2,), (3,), (4,), (1,), (2,), (3,)], [3, 7]),
+        ([(1,), (2,), (3,), (4,), (5,), (2,), (3,), (4,), (5,), (2,), (3,), (4,), (5,)], [5, 9]),
         ([(1, 1), (2, 2), (3, 3), (1, 4), (2, 5), (3, 6)], []),  # all steps are counted as well
         ([(7,), (3,), (5,), (9,), (1,)], []),
         ([(), (), (), ()], []),
@@ -258,20 +264,62 @@ def test_restarts_of_the_step_counter(columns: list[tuple[int, ...]], expected: 
 )
 @pytest.mark.parametrize("skip", ["0", "20"])
 def test_skip_applies_after_every_restart(tmp_path: Path, form: str, skip: str) -> None:
-    """A requeued job appends to its log. Each attempt has 20 slow steps, and then 500 ms."""
+    """A requeued job appends to its log. Each attempt has 20 slow steps, and then 500 ms in 12 to
+    15 steps."""
     for number in range(2):
         draw = random.Random(number)
         slow = [[3000 + 1000 * draw.random() for _ in range(20)] for _ in range(5)]
         for side, attempts in {"old": 1, "new": 4}.items():
             path = tmp_path / side / f"{number}.log"
             texts = []
-            for part in slow[:attempts]:
-                write(path, part + near(500 + number, draw.randrange(999), 2.0, 12), form)
+            for more, part in enumerate(slow[:attempts]):
+                write(path, part + near(500 + number, draw.randrange(999), 2.0, 12 + more), form)
                 texts.append(path.read_text())
             path.write_text("".join(texts))
     _, out = compare(tmp_path, "--skip", skip)
     assert re.search(r"^step +50\d.\d ms +50\d.\d ms +1.00x ", out, re.MULTILINE), out
     assert ("the first 20 steps of the logs of BASE" in out) == (skip == "0")
+    both = "the first 20 steps and 60 steps after restarts of the logs of TEST took more than"
+    assert (both in out) == (skip == "0")
+
+
+@pytest.mark.parametrize("skip", ["0", "1"])
+def test_a_stall_at_the_start_of_every_epoch_counts(tmp_path: Path, skip: str) -> None:
+    """Six epochs of 50 steps of 100 ms. In TEST, the first step of each takes 2,000 ms, and that of
+    the log is left out: (294 * 100 + 5 * 2000) / 299 = 131.8."""
+    for (side, first_ms), number in itertools.product((("old", 100), ("new", 2000)), range(4)):
+        path = tmp_path / side / f"{number}.log"
+        texts = []
+        for epoch in range(6):
+            rest = near(100, 8 * epoch + 2 * number + (side == "new"), 0.05, 49)
+            write(path, [first_ms, *rest], "[{:4}/50] took {:.2f} ms")
+            texts.append(path.read_text())
+        path.write_text("".join(texts))
+    status, out = compare(tmp_path, "--skip", skip)
+    assert status == 1, out
+    assert re.search(r"^step, mean +100.0 ms +131.8 ms +1.32x slower ", out, re.MULTILINE), out
+    assert re.search(r"^step +100.0 ms +100.0 ms .* same ", out, re.MULTILINE), out
+    assert ("the first 1 step of the logs of TEST took more than 3" in out) == (skip == "0")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([0.25 * i for i in range(1, 11)], True),
+        ([0.25 * i for i in range(1, 10)], False),  # too few
+        ([100 + 0.5 * i for i in range(30)], True),
+        ([100 + 0.5 * i for i in range(29)], False),  # may be a drift
+        ([1 + i // 4 for i in range(40)], True),  # whole seconds
+        ([*range(1, 13)] * 3, True),  # since the start of the epoch
+        ([100.0] * 40, False),
+        ([8.0] * 20 + [8.1] * 20 + [8.2] * 20, False),
+        ([5.0], False),
+        (near(100, 1, 2.0, 1000), False),
+        ([t + 0.01 * i for i, t in enumerate(near(100, 1, 0.05, 1000))], False),  # a slow drift
+    ],
+)
+def test_numbers_that_only_grow(numbers: list[float], expected: bool) -> None:
+    assert series.only_grow(numbers) == expected
 
 
 # -- ranks of one job ------------------------------------------------------------------------------

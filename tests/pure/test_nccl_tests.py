@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from analysis.logs import nccl_tests
+from analysis.logs.suggestions import suggested
 from analysis.runs.load import Row, Run, frame, load
 from common.stats import Estimate
 from tests.pure.reports import ROOT, case, estimate, refusal, refused, run, write
@@ -42,7 +43,8 @@ RCCL version : 2.27.7-develop:29e1567
 def read(folder: Path, text: str, name: str = "x.log") -> tuple[Run, list[Row]]:
     path = folder / name
     path.write_text(text)
-    (found,) = load([str(path)])
+    with suggested():
+        (found,) = load([str(path)])
     return found, list(found.rows.values())
 
 
@@ -236,14 +238,17 @@ NO_LOOP = nccl_json()["results"][0] | {"out_of_place_per_iter": {"x": 1}}
         # a known program, a field of JSON, or the word before a number with a unit is suggested
         (
             " iteration 10/ 2000 | elapsed time per iteration (ms): 1147.6 | lr: 1E-05 |",
-            r"Megatron-LM: --step 'elapsed time per iteration \(ms\): ([\d.]+)'",
+            r"read by --step 'elapsed time per iteration \(ms\): ([\d.]+)' (Megatron-LM)",
         ),
         (
             "eta: 1:02:03, time: 0.54, data_time: 0.01",
-            r"mmengine: --step ' time: ([\d.]+)' --unit s",
+            r"--step ' time: ([\d.]+)' --unit s (mmengine)",
         ),
-        ('{"step": 1, "step_ms": 5, "tps": 7.5}', "fields are read by --step 'step_ms' or 'tps'"),
-        ("step took 5.0 ms\n" * 3, r"by e.g. --step 'took ([\d.]+) ms'"),
+        (
+            '{"step": 1, "step_ms": 5, "tps": 7.5}',
+            "; its lines are read by --step 'step_ms' or --step 'tps' --unit 1/s; use the one",
+        ),
+        ("step took 5.0 ms\n" * 3, r"read by --step 'took ([\d.]+) ms'"),
         ("hello 5", r"by --step, e.g. --step 'took ([\d.]+) ms'"),
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 from analysis.ab import add_flags
 from analysis.logs import patterns, step_logs
 from analysis.logs.step_logs import Steps, matches_in, pattern, steps_of, times_of
+from analysis.logs.suggestions import suggestion
 from analysis.runs.load import load
 from harness.cli import Parser
 from harness.report import load as load_report
@@ -114,6 +115,15 @@ NUMBER = r"took ([\d.]+)"
         ("30 it/min\n", r"([\d.]+)", "1/s", [2.0]),
         ("it/min: 30\nit/s: 3\n", r": ([\d.]+)", "1/s", [2.0, 1 / 3]),
         ("1.5K tok/s\n800 tok/s\n", r"([\d.]+)", "1/s", [1 / 1500, 1 / 800]),
+        ("iter_ms: 998\niter_ms: 1.25K\n", r"_ms: ([\d.]+)", "ms", [0.998, 1.25]),
+        ("took 1.25K ms\n", NUMBER, "s", "line 1: expected numbers in s, got '1.25K ms'"),
+        # a clock
+        (
+            "".join(f"step_avg:250ms train_time:{250 * i}ms\n" for i in range(1, 12)),
+            r"train_time:(\d+)ms",
+            "ms",
+            r"x.log: expected the time of each step, got .*: 250, 500, 750 and 8 more; e.g.",
+        ),
         # the name of the next field is not a unit
         ("took 5 s: 7\n", NUMBER, "ms", [0.005]),
         ("took 5, ms 7\n", NUMBER, "s", [5.0]),
@@ -554,6 +564,37 @@ def test_the_patterns_of_the_page() -> None:
         assert steps
         text, expected = LOGS[name]
         assert found_in(text, steps, name).times_s == pytest.approx(expected, rel=1e-12)
+
+
+RUNTIME = '{{"_step": {0}, "_runtime": {1}.5, "_timestamp": 17{1}, "tps": 100, "step_time": 0.{2}}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("iter time: 345.6{2} ms (step) remaining time: 0:12:34", r"'iter time: ([\d.]+) ms'"),
+        ("loss: 4.3 | dt: 511.2{2}ms | tok/sec: 9 | total time: 0.85m", r"'dt: ([\d.]+)ms'"),
+        ("step:{0}/12 train_time:{1}ms step_avg:250.0{2}ms", r"'step_avg:([\d.]+)ms'"),
+        ("iter 3 | data 0.012 s | step 0.25{2} s", r"'data ([\d.]+) s' or 'step ([\d.]+) s'"),
+        (RUNTIME, "'tps' --unit 1/s or 'step_time' --unit s"),
+        # one number that two patterns read
+        ("speed 2.0{2}it/s", f"{patterns.PATTERNS['tqdm'][len('--step ') :]} (tqdm)"),
+        ("step {0} elapsed {1}s", ""),
+        ("step {0} eta {3}s", ""),
+    ],
+)
+def test_suggestions_read_the_lines(form: str, expected: str) -> None:
+    """expected: the flags, without --step; "" for an example that is not from the lines. Numbers
+    that only grow or only fall are not suggested."""
+    line = suggestion(
+        "\n".join(form.format(i, 25 * i, 1 + i % 3, 90 - 3 * i) for i in range(10, 22)).encode()
+    )
+    several = "; use the one that is the time or rate of a whole step, or write another"
+    end = several if "' or '" in expected or "/s or '" in expected else ""
+    if expected:
+        assert line.replace("--step ", "") == "; its lines are read by " + expected + end
+    else:
+        assert line.startswith("; step times of a log are read by --step, e.g. ")
 
 
 # -- ab.py -----------------------------------------------------------------------------------------
