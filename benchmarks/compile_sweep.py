@@ -40,6 +40,7 @@ accepts most of its flags. BSD-3-Clause.
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import itertools
@@ -52,6 +53,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -363,6 +365,34 @@ def averages(group: dist.ProcessGroup) -> bool:
     return float(mean) == 1
 
 
+@functools.cache
+def with_own_forward(kind: Any) -> Any:
+    """A subclass with the same forward, which is not defined in torch."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def make_compilable(modules: list[nn.Module]) -> list[str]:
+    """Replace the classes of these modules where dynamo would skip the forward, as that of
+    nn.Sequential, because torch defines it. Returns the names of the classes.
+
+    In torch 2.14, torch.compile adds such a forward to a model (OptimizedModule._initialize), but
+    not to a model inside DDP or FSDP, where dynamo starts anew.
+    """
+    from torch._dynamo import trace_rules
+
+    names = set()
+    for module in modules:
+        if isinstance(module.forward, MethodType) and trace_rules.check(module.forward):
+            kind: Any = type(module)
+            names.add(kind.__name__)
+            module.__class__ = with_own_forward(kind)
+    return sorted(names)
+
+
 def compile_by(backend: str, model: Any) -> Any:
     """The compiled model; the model itself for the backend eager."""
     if backend == "eager":
@@ -472,7 +502,8 @@ def train_reference(
     once = float(loss(model, batches[0]).detach())
     reference = train_alone(model, batches, loss, weights, task.optimize, average)
     if abs(reference.losses[0][0] - once) > TOLERANCES[dtype] / 100 * abs(once):
-        return "the model draws random numbers, such as those of dropout"
+        changes = "through dropout or a buffer that forward updates, for example"
+        return f"the loss of one batch changes between two calls, {changes}"
     return reference
 
 
@@ -660,6 +691,11 @@ def make_replica(
     if key["fsdp_checkpoint"]:
         layers = recompute(model, layers)
     units = layers if key["fsdp_wrap"] else []
+    skipped = make_compilable([*units, model])
+    if skipped and strategy != "none" and key["compiler"] != "eager":
+        label = Setting(strategy, key["compiler"]).label
+        why = f"inside DDP and FSDP, torch.compile skips the forward of {cli.cut(skipped)}"
+        bench.print(f"# {label}: {why}; measured with subclasses that define their own")
     model = wrap(model, strategy, mesh, units, bf16)
     reset_peak(device)  # excludes the full model, which FSDP has sharded
     compiled, batch = compile_by(key["compiler"], model), batches[rank % BATCHES]

@@ -59,6 +59,22 @@ def noisy(device: torch.device) -> Any:
     return model.to(device), (torch.rand(3, 4, device=device),), torch.mean
 
 
+def centered(device: torch.device) -> Any:
+    """The loss depends on a moving average of the outputs, as in DINO."""
+
+    class Model(nn.Linear):
+        center: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.center.lerp_(y.detach().mean(0), 0.1)
+            return (y - self.center).square()
+
+    model = Model(4, 4)
+    model.register_buffer("center", torch.zeros(4))
+    return model.to(device), (torch.rand(3, 4, device=device),), torch.mean
+
+
 def vector(device: torch.device) -> Any:
     return nn.Linear(4, 4).to(device), (torch.rand(3, 4, device=device),), torch.relu
 

@@ -115,6 +115,23 @@ def test_the_gpt_2_of_the_page(bench: Bench, here: Path) -> None:
     assert "fsdp2 eager tokens_per_s" in case.metrics
 
 
+@smoke
+def test_models_whose_forward_is_defined_in_torch(bench: Bench, here: Path) -> None:
+    """The model of the README, and one with FSDP units. Dynamo skips such a forward inside DDP and
+    FSDP."""
+    block = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (here / "mine.py").write_text(block)
+    models = ("--models", "mine:mlp?batch=2&width=8,tests.own_models:everything")
+    flags = ("--strategies", "ddp,fsdp1,fsdp2", "--backends", "eager,aot_eager")
+    run = bench(SCRIPT, *models, *flags, *ONE_STEP)
+    assert [case.check for case in run.report.cases] == ["passed"] * 12
+    assert [case.metrics["graphs"] > 0 for case in run.report.cases] == [False, True] * 6
+    skips = "inside DDP and FSDP, torch.compile skips the forward of"
+    assert run.out.count(f"# ddp aot_eager: {skips} Sequential; ") == 2
+    assert run.out.count(skips) == 6
+    assert f"# fsdp2 aot_eager: {skips} Linear, Sequential; " in run.out
+
+
 STAND_IN = """
 from tests.own_models import gpt
 
@@ -343,9 +360,13 @@ def test_one_process_alone() -> None:
     losses[2] *= 1.01
     failed = compile_sweep.check(key, 9, losses, reference, 1)
     assert failed.startswith("failed: the loss of rank 9 in step 3 is ")
-    made = compile_sweep.create("tests.own_models:noisy", 0, 2, CPU)
-    why = compile_sweep.reference_of(made, FP32, 0, first_of(2))
-    assert why == "the model draws random numbers, such as those of dropout"
+    for name in ("noisy", "centered"):
+        made = compile_sweep.create(f"tests.own_models:{name}", 0, 2, CPU)
+        why = compile_sweep.reference_of(made, FP32, 0, first_of(2))
+        assert why == (
+            "the loss of one batch changes between two calls, through dropout or a buffer that "
+            "forward updates, for example"
+        )
 
 
 def test_optimizer_and_units_of_a_users_model() -> None:
