@@ -78,7 +78,7 @@ from common.groups import Group, Job
 from common.stats import Times, drop_wide_interval
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
-from harness.benchmark import Benchmark, Key, Planned
+from harness.benchmark import Benchmark, Key, Planned, flag_for_more
 from harness.environment import count_of
 from harness.report import Case
 
@@ -589,7 +589,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     case.check = verdict(problems[0] if problems else replicas)
 
 
-def answer(node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
+def answer(args: argparse.Namespace, node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
     """A sentence about the fastest case for each state of the page cache.
 
     node_ranks: number of ranks on rank 0's node. cores: number of cores of that node.
@@ -598,14 +598,14 @@ def answer(node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
     for cache in dict.fromkeys(case.key["cache"] for case in cases):
         same = [case for case in cases if case.key["cache"] == cache]
         best = min(same, key=lambda case: case.metrics["step_s"].value)
-        sentences.append(f"{best.name}: {sentence_of(best, node_ranks, cores)}")
+        sentences.append(f"{best.name}: {sentence_of(best, args, node_ranks, cores)}")
     cold = [case for case in cases if case.key["cache"] == "cold"]
     if any(case.metrics["from_device"] < FROM_DEVICE for case in cold):
         sentences.append("not cold: this file system did not drop files from the page cache")
     return sentences
 
 
-def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
+def sentence_of(case: Case, args: argparse.Namespace, node_ranks: int, cores: int) -> str:
     """Whether a case is input-bound, in a sentence with the evidence; arguments as for `answer`."""
     m = case.metrics
     wait, resident = m["exposed_wait_s"], m["resident_s"]
@@ -616,7 +616,7 @@ def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
     if wait.high <= SMALL_WAIT * resident.value:
         return f"not input-bound: {waits} and computes for {resident}"
     if wait.low <= 0:
-        return f"{unknown}: {waits}; try a larger --max-seconds"
+        return f"{unknown}: {waits}; try {flag_for_more([case], args)}"
     loader = m["loader_samples_per_s"].text("samples/s", digits=0)
     training = m["training_samples_per_s"].text("samples/s", digits=0)
     rates = f"the loader delivers {loader} and training consumes {training}"
@@ -703,7 +703,7 @@ def main() -> int:
             bench.prepare("TMPDIR", make_socket_folder)
         files, folder = ([], "") if dataset else prepare_files(bench, args)
         cores = len(os.sched_getaffinity(0))
-        answer_of_node = partial(answer, job.local_world_size, cores)
+        answer_of_node = partial(answer, args, job.local_world_size, cores)
         layout, make = Table(COLUMNS, WIDEST), partial(build, job, files, dataset)
         bench.run(title, cases, COLUMNS, make, derive, answer_of_node, layout=layout)
         if folder and job.local_rank == 0:

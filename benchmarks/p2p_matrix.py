@@ -84,7 +84,7 @@ from benchmarks.workloads.outliers import (
 from benchmarks.workloads.ranks import partition
 from common.stats import significant
 from common.table import percent
-from harness.benchmark import LOAD_UNKNOWN, Benchmark, Key, Planned, folded
+from harness.benchmark import LOAD_UNKNOWN, Benchmark, Key, Planned, flag_for_more, folded
 from harness.cpu_load import Others
 from harness.environment import count_of, node_names, node_of_each, rank_names
 from harness.report import Case
@@ -446,13 +446,15 @@ def answer(
     node_of_member: list[int],
     found: Findings,
     names: Names,
+    more: str,
     doubt: str = "",
     crowd: Crowd | None = None,
 ) -> list[str]:
     """The slow components, the ranges over all links, and the group without slow members.
 
     node_of_member: the node of each member. found: the slow components. names: of nodes, of ranks
-    and of the ends of links. doubt: see `doubt_of`. crowd: a host where ranks share cores.
+    and of the ends of links. more: the flag for more samples. doubt: see `doubt_of`. crowd: a host
+    where ranks share cores.
     """
     lines = [
         f"possibly {line}"
@@ -468,7 +470,7 @@ def answer(
     elif not lines and crowd:
         lines = [f"it cannot be told which link, rank or node is slow: {crowd.text}"]
     elif not lines and (doubt or unsure):
-        lines = [f"{NOT_JUDGED}: {doubt or 'the links are too unsteady; raise --max-seconds'}"]
+        lines = [f"{NOT_JUDGED}: {doubt or f'the links are too unsteady; try {more}'}"]
     elif not lines and unsteady:
         count = f"{len(unsteady)} of {count_of(len(links), 'link')}"
         lines = [
@@ -485,7 +487,7 @@ def answer(
         if missing := len(links) - len(spreads):
             steady += f", {count_of(missing, 'link')} without an interval"
     if unsteady and not (doubt or crowd):  # whose remedy is another one
-        steady += "; raise --max-seconds"
+        steady += f"; try {more}"
     lines.append(f"{latency}, {bandwidth} (uncertainty of a link: {steady})")
     group = leave_out(links, node_of_member, names, found)
     return [*lines, group] if group else lines
@@ -563,7 +565,8 @@ def main() -> int:
                 doubt = doubt_of(others, is_load_known)
                 if doubt:
                     found = {finding: how for finding, how in found.items() if how.is_far}
-                lines = answer(links, node_of_member, found, names, doubt, crowd)
+                more = flag_for_more([measured], args)
+                lines = answer(links, node_of_member, found, names, more, doubt, crowd)
                 bench.conclude(lines, measured)
                 bench.last_line["slow"] = highlighted(found, node_of_member)
             if args.plot:

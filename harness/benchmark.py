@@ -8,6 +8,7 @@ import contextlib
 import gc
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -172,6 +173,26 @@ def stop_rule(args: argparse.Namespace, interleaved: bool) -> StopRule:
         limits |= {"warmup_iters": args.warmup_iters, "full_warmup": True}
     rounds = INTERLEAVED_ROUNDS if interleaved else None
     return StopRule(iters=args.iters, rounds=rounds, longest_block_s=args.timeout / 4, **limits)
+
+
+def timed_s(case: Case) -> float:
+    """Return the total seconds of the first row's samples, of the step and all parts."""
+    return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
+
+
+def flag_for_more(cases: Sequence[Case], args: argparse.Namespace) -> str:
+    """Return the flag for more samples of at least one case: twice as many iterations, or four
+    times the time of the samples, because each block starts with an untimed iteration."""
+    if args.iters:
+        return f"--iters {2 * args.iters}"
+    # --max-seconds applies to each setting of a case
+    counts = [len(str(case.key.get("settings", "")).split(", ")) for case in cases]
+    timed = [timed_s(case) / count for case, count in zip(cases, counts, strict=True)]
+    seconds = f"--max-seconds {math.ceil(4 * max(args.max_seconds, *timed))}"
+    # in node_check.py and collectives.py, a case ends with its share of a budget, too
+    budgets = [name for name in ("budget", "total_seconds") if getattr(args, name, None)]
+    more = [f"--{name.replace('_', '-')} {4 * getattr(args, name):g}" for name in budgets]
+    return " ".join([*more, seconds])
 
 
 def find_world() -> tuple[int, int, int, int]:

@@ -210,7 +210,7 @@ def matrix_rates(
         links = matrix(rng, device, slow, level, unsteady)
         found = p2p_matrix.slow_components(links, nodes, "rank", SIGMAS)
         names = {"node": ["vm"], "rank": ranks, "link": ranks}
-        lines = p2p_matrix.answer(links, nodes, found, names)
+        lines = p2p_matrix.answer(links, nodes, found, names, "")
         named = [line for line in lines if line.startswith("slow ")]
         right = [line for line in named if line[5:].startswith(planted) and slow > 1]
         counts["others named"] += len(right) < len(named)

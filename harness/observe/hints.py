@@ -1,7 +1,6 @@
 """Hints: the cause of missing and wide intervals and the flag that helps, launch-bound cases, and
 steps with two modes."""
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from common.stats import Estimate, autocorrelation_time, iteration_times, show_seconds, significant
 from common.timing import MIN_SAMPLES
-from harness.benchmark import Observer
+from harness.benchmark import Observer, flag_for_more
 from harness.cli import TURN
 from harness.cpu_load import Others
 from harness.environment import count_of, node_of_each, others_text
@@ -135,11 +134,6 @@ def slowest_s(case: Case) -> list[float]:
     return [float(x) for x in iteration_times(case.samples_s["step"], case.aligned)]
 
 
-def timed_s(case: Case) -> float:
-    """Return the total seconds of the first row's samples, of the step and all parts."""
-    return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
-
-
 def drifts(case: Case) -> bool:
     """Whether the samples are so correlated that they count as fewer than MIN_SAMPLES."""
     samples = slowest_s(case)
@@ -177,18 +171,3 @@ def hints(
         cause, remedy = "; ".join(found) or "no cause found", f"try {flag_for_more(doubtful, args)}"
     count = f"{len(doubtful)} of {count_of(len(cases), 'case')}"
     return [f"{cause}: 95% intervals missing (-) or wider than +-{WIDE:.0%} in {count}; {remedy}"]
-
-
-def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
-    """Return the flag for more samples: twice as many iterations, or four times the time of the
-    samples, because each block starts with an untimed iteration."""
-    if args.iters:
-        return f"--iters {2 * args.iters}"
-    # --max-seconds applies to each setting of a case
-    counts = [len(str(case.key.get("settings", "")).split(", ")) for case in doubtful]
-    timed = [timed_s(case) / count for case, count in zip(doubtful, counts, strict=True)]
-    seconds = f"--max-seconds {math.ceil(4 * max(args.max_seconds, *timed))}"
-    # in node_check.py and collectives.py, a case ends with its share of a budget, too
-    budgets = [name for name in ("budget", "total_seconds") if getattr(args, name, None)]
-    more = [f"--{name.replace('_', '-')} {4 * getattr(args, name):g}" for name in budgets]
-    return " ".join([*more, seconds])

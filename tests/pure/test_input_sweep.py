@@ -1,6 +1,7 @@
 """input_sweep.py without torchrun: its check, idle workers, sentences, refusals."""
 
 import multiprocessing
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -56,15 +57,23 @@ def test_paused_workers_are_idle_and_nothing_is_prefetched() -> None:
     feed.close()
 
 
-def case_of(step_s: float, resident_s: float, rounds: int = 6, cache: str = "warm") -> Case:
-    """A case of 2 ranks, 2 workers each, 8 samples a step. The loader takes 20 ms a batch."""
+def case_of(
+    step_s: float, resident_s: float, rounds: int = 6, cache: str = "warm", swing: float = 1
+) -> Case:
+    """A case of 2 ranks, 2 workers each, 8 samples a step. The loader takes 20 ms a batch.
+    swing: every other step takes this many times as long."""
     key = {"workers": 2, "batch_size": 8, "cache": cache}
     case = Case(key=key, ranks=[0, 1], name=f"{step_s:g} s, {cache}")
     seconds = {"step": step_s, "resident": resident_s, "loader": 0.02}
-    times = Times({part: [[each] * rounds] * 2 for part, each in seconds.items()}, [1] * rounds)
+    samples = {part: [[each] * rounds] * 2 for part, each in seconds.items()}
+    samples["step"] = [[step_s, step_s * swing] * (rounds // 2)] * 2
+    times = Times(samples, [1] * rounds)
     fact = input_sweep.Facts(from_device=0.2, problem=None, digest="same")
     input_sweep.derive(case, times, [fact, fact])
     return case
+
+
+ARGS = Namespace(iters=None, max_seconds=10)
 
 
 def test_metrics_and_sentences_by_hand() -> None:
@@ -74,24 +83,33 @@ def test_metrics_and_sentences_by_hand() -> None:
     assert m["loader_samples_per_s"].value == pytest.approx(800)
     assert m["training_samples_per_s"].value == pytest.approx(1280)
     assert m["workers_needed"].value == pytest.approx(3.2)
-    assert input_sweep.sentence_of(case_of(0.0201, 0.0125), 2, 8) == (
+    assert input_sweep.sentence_of(case_of(0.0201, 0.0125), ARGS, 2, 8) == (
         "input-bound: the loader delivers 800 samples/s (800 to 800) and training consumes "
         "1,280 samples/s (1,280 to 1,280); training would keep 3.2 (3.2 to 3.2) workers per "
         "rank busy, with one core each; this node has 8 cores for 2 ranks"
     )
-    assert input_sweep.sentence_of(case_of(0.2, 0.1), 2, 8) == (
+    assert input_sweep.sentence_of(case_of(0.2, 0.1), ARGS, 2, 8) == (
         "the workers slow the training down: a step waits 100 ms (100 to 100), although the "
         "loader delivers 800 samples/s (800 to 800) and training consumes 160 samples/s (160 "
         "to 160); the workers and 2 ranks share this node's 8 cores"
     )
     # The files of the cold case were read from the page cache.
     cases = [case_of(0.2, 0.1), case_of(0.1002, 0.1), case_of(0.1, 0.1, 2, "cold")]
-    assert input_sweep.answer(2, 2, cases) == [
+    assert input_sweep.answer(ARGS, 2, 2, cases) == [
         "0.1002 s, warm: not input-bound: a step waits 200 us (200 to 200) and computes for 100 ms "
         "(100 to 100)",
         "0.1 s, cold: unclear whether the training is input-bound: too few samples",
         "not cold: this file system did not drop files from the page cache",
     ]
+
+
+@pytest.mark.parametrize(("iters", "more"), [(None, "--max-seconds 40"), (12, "--iters 24")])
+def test_advice_for_an_unclear_wait(iters: int | None, more: str) -> None:
+    """Steps of 95 and 114 ms with a resident step of 100 ms. --iters overrides --max-seconds."""
+    case = case_of(0.095, 0.1, 12, swing=1.2)
+    sentence = input_sweep.sentence_of(case, Namespace(iters=iters, max_seconds=10), 2, 8)
+    assert sentence.startswith("unclear whether the training is input-bound: a step waits ")
+    assert sentence.endswith(f"; try {more}")
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def answered(links: list[Link], ranks: int, doubt: str = "") -> list[str]:
     found = p2p_matrix.slow_components(links, [0] * ranks, "rank", 5.0)
     if doubt:
         found = {finding: how for finding, how in found.items() if how.is_far}
-    return p2p_matrix.answer(links, [0] * ranks, found, names_of(ranks), doubt)
+    return p2p_matrix.answer(links, [0] * ranks, found, names_of(ranks), "--iters 8", doubt)
 
 
 def test_matrices_and_many_links() -> None:
@@ -94,7 +94,7 @@ def test_answer() -> None:
     named = "possibly slow link rank 1 on vm -> rank 2 on vm: latency within nodes"
     assert first.startswith(f"{named} 2.93x the median time")
     of_links = "median +-10.0%, maximum +-20.0%, 1 link without an interval"
-    assert last.endswith(f"(uncertainty of a link: {of_links}; raise --max-seconds)")
+    assert last.endswith(f"(uncertainty of a link: {of_links}; try --iters 8)")
 
 
 USED = "other processes used 1.6 of 2 cores"
@@ -127,7 +127,7 @@ MOST, NO_SPREAD = ODD | dict.fromkeys(PAIRS[:15]), dict.fromkeys(PAIRS)
         # rank 0 has 7 links, 3 of which are unsteady; with 4 of them it is uncertain
         (8, OF_0, ODD, None, "", "slow rank 0 on vm: latency"),
         (8, OF_0, ODD | {(0, 4): None}, None, "", "possibly slow rank 0 on vm: latency"),
-        (8, {}, MOST, None, "", ".*: the links are too unsteady; raise --max-seconds$"),
+        (8, {}, MOST, None, "", ".*: the links are too unsteady; try --iters 8$"),
         # an interval may be missing if the rounds agree
         (8, {}, NO_SPREAD, 0.02, "", NONE_SLOWER),
         (8, OF_0, NO_SPREAD, 0.02, "", "slow rank 0 on vm: latency"),
@@ -177,7 +177,7 @@ def test_where_ranks_share_cores_a_link_cannot_be_told() -> None:
     and no advice to measure longer."""
     rows = [met(0, 1, 20, 1.0), met(0, 2, 20, 1.0), met(1, 2, 120, 1.0, None)]
     crowd = Crowd("vm", 3, 2)
-    first, last, _ = p2p_matrix.answer(rows, [0] * 3, {}, names_of(3), "", crowd)
+    first, last, _ = p2p_matrix.answer(rows, [0] * 3, {}, names_of(3), "--iters 8", "", crowd)
     why = "3 ranks share 2 cores of vm"
     assert first == f"it cannot be told which link, rank or node is slow: {why}"
     assert last.endswith("maximum +-10.0%, 1 link without an interval)")

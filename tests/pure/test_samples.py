@@ -10,8 +10,7 @@ import pytest
 from analysis.runs.load import load
 from common.stats import Times
 from harness import benchmark
-from harness.benchmark import Benchmark, RankResult
-from harness.observe.hints import timed_s
+from harness.benchmark import Benchmark, RankResult, timed_s
 from harness.report import Case, Report
 from tests import scale_case
 
