@@ -519,7 +519,7 @@ def options_of(setting: Setting) -> dict[str, bool]:
 
 def in_precision(dtype: str, step: Step) -> Step:
     """A step that sets the precision for a dtype, unless the step before has set it: in a block,
-    that is the untimed one."""
+    that is an untimed one."""
     products, _ = PRECISION.get(dtype) or PRECISION["fp32"] or ("", False)
 
     def run() -> None:

@@ -519,7 +519,7 @@ def build(job: Job, files: Files, own: Ticketed | None, key: Key, group: Group) 
         train(feed.next())
 
     def resident_step() -> None:
-        feed.pause()  # has an effect only in the untimed step at the start of a block
+        feed.pause()  # has an effect only in the first untimed step of a block
         train(resident)
 
     def facts() -> Facts:

@@ -7,6 +7,7 @@ part.
 
 import gc
 import math
+import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,11 @@ LARGEST_BLOCK = 1000  # limit on the iterations of a block, and of a warm-up win
 SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
 HOST_AHEAD_S = 5e-3  # a full launch queue (about 1,000 kernels) keeps the device busy for this long
 EARLY_BLOCK = 25  # minimum iterations of an early block: see StopRule.early
-LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
+# Untimed iterations at the start of a block: caches and queues as the step leaves them. One of
+# these numbers is drawn for each block, because with a constant one, blocks of 1 or 3 iterations
+# always or never contain what recurs in every second or fourth call. This seed needs few rounds.
+LEAD_INS, SEED = (1, 2), 86
+LEAD_IN = sum(LEAD_INS) / len(LEAD_INS)  # the mean
 
 
 @dataclass
@@ -141,6 +146,8 @@ class TimedLoop:
         if workload.returned:
             self.steps[STEP] = lambda: self.returned.append(workload.step())
         self.returned: list[Any] = []  # values of the step since the block began
+        self.random = random.Random(SEED)  # the same numbers on all ranks
+        self.lead_ins: Sequence[int] = LEAD_INS
         self.collected = workload.collected
         self.samples_s, self.rounds = self.collected.samples_s, self.collected.rounds
         self.launching_s = self.collected.launching_s
@@ -155,7 +162,10 @@ class TimedLoop:
         else:
             round_s = sum([self.warm_up(name) for name in self.steps])
         differences = bool(self.workload.compared)
-        block = self.group.broadcast(iterations_per_block(round_s, self.rule, differences))
+        block = iterations_per_block(round_s, self.rule, differences)
+        # with two untimed iterations, a block of a slow step could look like a hang
+        lead_ins = LEAD_INS if round_s <= self.rule.longest_block_s else LEAD_INS[:1]
+        block, self.lead_ins = self.group.broadcast((block, lead_ins))
         stop = ""
         gc.collect()
         collects = gc.isenabled()  # a model may have disabled it
@@ -220,10 +230,10 @@ class TimedLoop:
         for name in names:
             self.before_block(f"{name}, block {len(self.rounds) + 1}")
             dist.barrier(self.group.control)
-            step = self.steps[name]
+            step, lead_in = self.steps[name], self.random.choice(self.lead_ins)
             if not step:  # this rank sleeps in the next barrier
                 continue
-            for _ in range(LEAD_IN * calls):
+            for _ in range(lead_in * calls):
                 step()
             self.returned.clear()
             samples_s, launching_s = time_block(step, block, self.device, calls)
@@ -284,7 +294,7 @@ def iterations_per_block(round_s: float, rule: StopRule, differences: bool = Tru
         return min(longest, math.ceil(rule.iters / rounds))
     if not (differences or rule.rounds) and MIN_ROUNDS * (1 + LEAD_IN) * round_s > rule.max_seconds:
         return min(longest, SLOW_BLOCK)  # fewer rounds, so fewer lead-ins
-    affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, LARGEST_BLOCK))
+    affordable = max(1, min(int(rule.max_seconds / rounds / round_s - LEAD_IN), LARGEST_BLOCK))
     return min(longest, affordable)  # --max-seconds overrides --min-iters
 
 

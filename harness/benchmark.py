@@ -182,7 +182,7 @@ def timed_s(case: Case) -> float:
 
 def flag_for_more(cases: Sequence[Case], args: argparse.Namespace) -> str:
     """Return the flag for more samples of at least one case: twice as many iterations, or four
-    times the time of the samples, because each block starts with an untimed iteration."""
+    times the time of the samples, because each block starts with untimed iterations."""
     if args.iters:
         return f"--iters {2 * args.iters}"
     # --max-seconds applies to each setting of a case

@@ -29,7 +29,7 @@ def test_fewer_gradients_than_trainers(bench: Bench) -> None:
             assert 1 <= len(update["trainers"]) <= 2
             assert sorted(update["came_s"]) == update["came_s"]
             assert update["came_s"][-1] <= update["updated_s"]
-        # 3 trainers with 20 checked steps, 1 of warm-up, 12 timed ones and one before each block
+        # 3 trainers with 20 checked steps, 1 of warm-up, 12 timed ones, and those before each block
         assert sum(len(update["trainers"]) for update in log) >= 3 * (20 + 1 + 12)
         assert f"log of {case.name}, {len(log)} of {len(log)} updates; seconds since " in run.out
 

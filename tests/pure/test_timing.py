@@ -26,13 +26,13 @@ FULL = StopRule(warmup_iters=7, full_warmup=True)  # --warmup-iters 7
 @pytest.mark.parametrize(
     ("round_s", "rule", "differences", "expected"),
     [
-        (1e-3, RULE, True, 415),  # 5 s / 12 rounds / 1 ms - the lead-in of 1
+        (1e-3, RULE, True, 415),  # 5 s / 12 rounds / 1 ms - the mean lead-in of 1.5
         (1e-6, RULE, True, 1000),  # the maximum
-        (0.1, StopRule(min_iters=60), True, 3),  # 4.17 - 1: --max-seconds comes before --min-iters
-        (1e-3, StopRule(rounds=24), True, 207),
+        (0.1, StopRule(min_iters=60), True, 2),  # 4.17 - 1.5: --min-iters comes second
+        (1e-3, StopRule(rounds=24), True, 206),
         (2.0, StopRule(iters=600, longest_block_s=6), True, 3),
         (0.026, SHORT, True, 1),
-        (0.026, SHORT, False, 3),  # two rounds of 4 instead of six of 2
+        (0.026, SHORT, False, 3),  # two rounds of 4.5 instead of six of 2.5
     ],
 )
 def test_block_length(round_s: float, rule: StopRule, differences: bool, expected: int) -> None:
@@ -161,38 +161,52 @@ def test_blocks_alternate_after_barriers(group: Group, monkeypatch: pytest.Monke
     assert (times.stop, times.rounds) == ("iters", [2] * 6 + [1])
     assert list(times.samples_s) == ["step", "b"]
     assert times.each().shape == times.each("b").shape == (1, 13)
-    # one warm-up call each; then a lead-in and two timed calls, forwards and then backwards
-    assert "".join(order).startswith("|a|b||aaa|bbb|||bbb|aaa|aaa")
-    assert times.returned[0][:4] == [3, 4, 6, 7]  # of timed calls only
+    # one warm-up call each; then 1 or 2 untimed and two timed calls, forwards and then backwards
+    assert "".join(order).startswith("|a|b||aaa|bbbb|||bbbb|aaaa|aaa|bbb")
+    assert times.returned[0][:4] == [3, 4, 7, 8]  # of timed calls only
+
+
+@pytest.mark.parametrize(("block", "period"), [(1, 2), (1, 3), (1, 4), (3, 2), (3, 4)])
+def test_what_recurs_is_timed_in_proportion(group: Group, block: int, period: int) -> None:
+    """With one untimed call before each block, a step that takes long in every second or fourth
+    call would always or never be timed in blocks of 1 or 3."""
+    work = Workload(iter(range(1000)).__next__, {"part": lambda: None}, returned=list)
+    loop = TimedLoop(work, group, CPU, StopRule(iters=12 * block, warmup_iters=1))
+    times = loop.run()
+    assert list(times.rounds) == [block] * 12
+    for phase in range(period):
+        count = sum(call % period == phase for call in times.returned[0])
+        assert count
+        assert count == pytest.approx(12 * block / period, abs=3)
 
 
 def test_early_blocks_and_continued_loops(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 rounds of 1 ms fill 1.452 s with blocks of 120, a quarter of which is 30. With 99 instead,
+    """12 rounds of 1 ms fill 1.464 s with blocks of 120, a quarter of which is 30. With 98 instead,
     a quarter, 24, is too short for an early block. The second loop continues the first one, without
-    warming up. Its planned rounds, 6, fill 1.2 s with blocks of 199."""
+    warming up. Its planned rounds, 6, fill 1.2 s with blocks of 198."""
     monkeypatch.setattr(timing, "time_block", lambda step, iters, *_: ([1e-3] * iters, 0.0))
     seen = Mock(side_effect=[""] * 7 + ["max-seconds"] + ["target-ci"])
     monkeypatch.setattr(timing, "rule_reached", seen)
     collected = timing.Collected()
     work = Workload(lambda: None, collected=collected)
-    rule = replace(FULL, max_seconds=12 * 0.121, early=0.25)
+    rule = replace(FULL, max_seconds=12 * 0.122, early=0.25)
     assert list(TimedLoop(work, group, CPU, rule).run().rounds) == [30] * 6 + [120] * 2
     monkeypatch.setattr(TimedLoop, "warm_up", Mock(side_effect=AssertionError))
     again = replace(rule, max_seconds=12 * 0.1, planned_rounds=6)
     times = TimedLoop(work, group, CPU, again).run()
-    assert list(times.rounds) == [30] * 6 + [120] * 2 + [199]
-    assert times.each().shape == (1, 619)
-    assert len(seen.call_args.args[0]) == 619  # the stop rule sees all samples
+    assert list(times.rounds) == [30] * 6 + [120] * 2 + [198]
+    assert times.each().shape == (1, 618)
+    assert len(seen.call_args.args[0]) == 618  # the stop rule sees all samples
     assert seen.call_args.args[1] == 9
     monkeypatch.setattr(TimedLoop, "warm_up", Mock(return_value=1e-3))
     short = replace(rule, max_seconds=12 * 0.1)
     seen.side_effect = ["iters"]
-    assert list(TimedLoop(Workload(lambda: None), group, CPU, short).run().rounds) == [99]
+    assert list(TimedLoop(Workload(lambda: None), group, CPU, short).run().rounds) == [98]
 
 
 def test_samples_of_windows_and_blocks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample of 10 calls of 10 ms takes 0.1 s: 29 of them and the lead-in fit into 3.05 s. With
-    gloo the host waits for the device in each step, which would look like launching and is not
+    """A sample of 10 calls of 10 ms takes 0.1 s: 28 of them and 1.5 untimed ones fit into 3.05 s.
+    With gloo the host waits for the device in each step, which would look like launching and is not
     counted."""
     block = Mock(side_effect=lambda step, iters, *_: ([0.01] * iters, 0.01 * iters))
     monkeypatch.setattr(timing, "time_block", block)
@@ -200,7 +214,7 @@ def test_samples_of_windows_and_blocks(group: Group, monkeypatch: pytest.MonkeyP
     work = Workload(lambda: None, calls_per_sample=10, launches=True)
     times = TimedLoop(work, group, CUDA, rule).run()
     assert times.launch_share == {}
-    assert [call.args[1] for call in block.call_args_list] == [1, 6, 29]
+    assert [call.args[1] for call in block.call_args_list] == [1, 6, 28]
 
 
 def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
