@@ -779,8 +779,8 @@ def answer(limit: float | None, cases: list[Case]) -> Sentence:
     if peak is rates[-1]:
         where += ", the largest size"
     pairs = zip(sizes, rates, strict=True)
-    alike = [size for size, x in pairs if x.high is None or not peak.above(x.high)]
-    alike.remove(sizes[at])
+    known = [(size, x.high) for size, x in pairs if x is not peak and x.high is not None]
+    alike = [size for size, high in known if peak.low is not None and peak.low <= high]
     if alike:
         where += f" (no significant difference from {cli.cut(alike, 3)})"
     below_half = [n for n, other in enumerate(rates) if other.value < peak.value / 2]

@@ -639,7 +639,7 @@ def doubts_of(
     if unsure:
         doubts.append(unsure)
     if no_peer:
-        doubts.append(f"{no_peer}, and nothing to compare it with")
+        doubts.append(f"{no_peer}, because there is nothing to compare it with")
     if others:
         doubts.append(f"other processes used {others.busy:.1f} of {others.cores} cores")
     if is_load_unknown:

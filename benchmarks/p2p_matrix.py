@@ -441,6 +441,12 @@ def links_of_component(
     return chosen
 
 
+def range_of(values: Sequence[float]) -> str:
+    """`20.5 to 60`; one number if both ends are printed alike."""
+    ends = dict.fromkeys(significant(end) for end in (min(values), max(values)))
+    return " to ".join(ends)
+
+
 def answer(
     links: list[Link],
     node_of_member: list[int],
@@ -479,8 +485,8 @@ def answer(
     lines = lines or ["no link, rank or node is significantly slower than its peers"]
     latencies = [link.latency_us for link in links]
     rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a) if rate is not None]
-    latency = f"latency {significant(min(latencies))} to {significant(max(latencies))} us"
-    bandwidth = f"bandwidth {significant(min(rates))} to {significant(max(rates))} GB/s"
+    latency = f"latency {range_of(latencies)} us"
+    bandwidth = f"bandwidth {range_of(rates)} GB/s"
     steady = "no interval"
     if spreads:
         steady = f"median {percent(median(spreads))}, maximum {percent(max(spreads))}"
@@ -526,7 +532,7 @@ def main() -> int:
         members = bench.prepare(f"--by {args.by}", lambda: members_of(args.by, nodes))
         messages = messages_of(args, job.device)
         rounds = plan(args, messages, len(members))
-        title = f"{len(rounds)} rounds, {settings(args, messages)}"
+        title = f"{count_of(len(rounds), 'round')}, {settings(args, messages)}"
         size = 2 * len(members[0])
         planned = [Planned(name, size * len(pairs), key) for name, pairs, key in rounds]
         bench.announce({title: planned})

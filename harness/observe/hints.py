@@ -145,7 +145,7 @@ def drifts(case: Case) -> bool:
 def hints(
     cases: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool = True
 ) -> list[str]:
-    """Return a line on missing and wide intervals: the cause, the number of cases, and the remedy.
+    """Return a line on missing and wide intervals: in how many cases, a possible cause, the remedy.
 
     cases: those that did not fail. busy, crowded: CPU use by other processes, and nodes with more
     ranks than cores, as text. is_load_known: whether CPU use by other processes was measured.
@@ -153,21 +153,24 @@ def hints(
     doubtful = [case for case in cases if is_doubtful(case)]
     if not doubtful:
         return []
+    cause = unknown = ""
     if crowded:
         cause, remedy = f"{crowded} and {busy}" if busy else crowded, "start fewer ranks"
+        remedy += ", and wait until the other processes end" if busy else ""
     elif busy:
         cause = busy
         remedy = as_started("wait until they end, or compare with analysis/ab.py --interleave")
     else:
-        found = []
         counts = [len(slowest_s(case)) for case in doubtful]
         if drifting := sum(drifts(case) for case in doubtful):
-            found.append(f"samples of {count_of(drifting, 'case')} drift, and so count as fewer")
+            cause = f"samples of {count_of(drifting, 'case')} drift, and so count as fewer"
         elif min(counts) < args.min_iters:
-            found.append(f"few samples, down to {min(counts)} per case")
+            cause = f"few samples, down to {min(counts)} per case"
         if not is_load_known:
             by_ab = " (ab.py records it)" if os.environ.get(TURN) else ""
-            found.append(f"CPU use by other processes was not measured here{by_ab}")
-        cause, remedy = "; ".join(found) or "no cause found", f"try {flag_for_more(doubtful, args)}"
+            unknown = f"; CPU use by other processes was not measured here{by_ab}"
+        remedy = f"try {flag_for_more(doubtful, args)}"
     count = f"{len(doubtful)} of {count_of(len(cases), 'case')}"
-    return [f"{cause}: 95% intervals missing (-) or wider than +-{WIDE:.0%} in {count}; {remedy}"]
+    what = f"95% intervals missing (-) or wider than +-{WIDE:.0%} in {count}"
+    why = f"possible cause: {cause}" if cause else "no cause found"
+    return [f"{what}; {why}{unknown}; {remedy}"]

@@ -148,6 +148,9 @@ def test_answer() -> None:
     assert isinstance(collectives.answer(0.79, cases), Implausible)
     wide = [*cases[:4], measured(2**22, 99, 0.7, width=0.2)]
     assert " at 2M bytes (no significant difference from 4M); " in collectives.answer(None, wide)
+    # without an interval, neither alike nor different
+    wide[-1].metrics |= dict.fromkeys(wide[-1].metrics, Estimate(0.7))
+    assert " at 2M bytes; " in collectives.answer(None, wide)
     alone = str(collectives.answer(None, [measured(8, 3, 0.0)]))
     assert alone.endswith("8 bytes take 3.00 us (2.97 to 3.03); a single rank has no bus bandwidth")
 

@@ -55,19 +55,26 @@ UNMEASURED = {"is_load_known": False}
 
 def test_one_line_names_the_cause_and_then_the_remedy() -> None:
     for one, given, cause, remedy in (
-        # 12 s of samples, up to 24 s with untimed iterations: twice that
+        # 12 s of samples, about 30 s with 1.5 untimed iterations per block: more than that
         (FEW, {}, "few samples, down to 6 per case", "try --max-seconds 48"),
         (FEW, {"iters": 6}, "few samples, down to 6 per case", "try --iters 12"),
         (SWING, {}, "no cause found", "try --max-seconds 30"),
-        (FEW, {"busy": OTHERS, "crowded": CROWDED}, f"{CROWDED} and {OTHERS}", "start fewer ranks"),
+        (
+            FEW,
+            {"busy": OTHERS, "crowded": CROWDED},
+            f"{CROWDED} and {OTHERS}",
+            "ranks, and wait until the other processes end",
+        ),
         (FEW, {"busy": OTHERS}, OTHERS, "compare with analysis/ab.py --interleave"),
         (GROWING, {}, "samples of 1 case drift, and so count as fewer", "try --max-seconds 30"),
         # while two commands are interleaved, no rank measures the load
-        (SWING, UNMEASURED, UNKNOWN, "try --max-seconds 30"),
+        (SWING, UNMEASURED, f"no cause found; {UNKNOWN}", "try --max-seconds 30"),
         (FEW, UNMEASURED, f"few samples, down to 6 per case; {UNKNOWN}", "try --max-seconds 48"),
     ):
         (line,) = said(case("sure", step_s=SURE), one, **given)
-        assert line.startswith(f"{cause}: 95% intervals missing (-) or wider than +-10% in 1 of 2 ")
+        assert line.startswith("95% intervals missing (-) or wider than +-10% in 1 of 2 cases; ")
+        prefix = "" if cause.startswith("no cause found") else "possible cause: "
+        assert f"; {prefix}{cause}; " in line
         assert line.endswith(remedy)
 
 

@@ -191,7 +191,7 @@ NOT_KNOWN = {"is_load_known": False}  # ab.py records it while two commands are 
             {"no_peer": ONE_LINK},
             {},
             4,
-            f"no verdict: {ONE_LINK}, and nothing to compare it with",
+            f"no verdict: {ONE_LINK}, because there is nothing to compare it with",
         ),
         ({}, {"unsure": "it cannot be told"}, {}, 4, "no verdict: it cannot be told"),
         ({}, {"is_load_unknown": True}, NOT_KNOWN, 4, f"no verdict: {UNKNOWN}"),
