@@ -32,8 +32,9 @@ SLOW_BLOCK = 3  # iterations of a block if MIN_ROUNDS do not fit into the budget
 HOST_AHEAD_S = 5e-3  # a full launch queue (about 1,000 kernels) keeps the device busy for this long
 EARLY_BLOCK = 25  # minimum iterations of an early block: see StopRule.early
 # Untimed iterations at the start of a block: caches and queues as the step leaves them. One of
-# these numbers is drawn for each block, because with a constant one, blocks of 1 or 3 iterations
-# always or never contain what recurs in every second or fourth call. This seed needs few rounds.
+# these numbers is drawn for each block: with a constant one, blocks of 1 or 3 iterations would
+# always or never contain what recurs in every second or fourth call. The seed was chosen so that a
+# few rounds already contain such calls in proportion.
 LEAD_INS, SEED = (1, 2), 86
 LEAD_IN = sum(LEAD_INS) / len(LEAD_INS)  # the mean
 

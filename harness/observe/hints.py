@@ -1,5 +1,5 @@
-"""Hints: the cause of missing and wide intervals and the flag that helps, launch-bound cases, and
-steps with two modes."""
+"""Hints: a possible cause of missing and wide intervals and the flag that helps, launch-bound
+cases, and steps with two modes."""
 
 import os
 from collections.abc import Iterable, Sequence
