@@ -1,5 +1,6 @@
 """rpc_latency.py in full runs, with faults, and its formulas against values computed by hand."""
 
+import re
 from typing import Any
 
 import pytest
@@ -59,8 +60,10 @@ def test_a_lost_call_and_a_wrong_echo_fail_their_cases(bench: Bench) -> None:
     flags = ("--ops", "rpc_sync,async_execution", "--sizes", "8")
     run = bench(SCRIPT, *SHORT, *flags, inject="callee-errs", status=1)
     lost, wrong = run.report.cases
-    counts = "the server received 12 one-way calls with 96 bytes, but the callers sent 13 calls"
-    assert lost.check == f"failed: {counts}"
+    calls, size_bytes, sent = map(int, re.findall(r"\d+", lost.check))
+    assert (calls, size_bytes) == (sent - 1, 8 * (sent - 1))
+    received = f"{calls} one-way calls with {size_bytes} bytes"
+    assert lost.check == f"failed: the server received {received}, but the callers sent {sent} calls"
     assert wrong.check == "failed: 1 of the last echoes to caller 0 differ from its payload"
 
 

@@ -33,6 +33,8 @@ class Hints(Observer):
     hints on uncertain results."""
 
     def row(self, case: Case, seen: list[Any]) -> list[str]:
+        if case.failed:
+            return []  # its row has no times
         share = launch_bound(case)
         return ([f"launch-bound {share:.0%}"] if share else []) + two_modes(case)
 
@@ -94,7 +96,7 @@ def two_modes(case: Case) -> list[str]:
     stall, or there are three modes. A rate that is derived from the median is then none at which
     the model was trained: the line adds the rate over all iterations."""
     times_s = slowest_s(case)
-    both = [] if case.failed else modes(times_s)
+    both = modes(times_s)
     lines = [", ".join(f"{show_seconds(x)} ({share:.0%})" for x, share in both)] if both else []
     lines = [f"two modes: {line}" for line in lines]
     rate, step = (case.metrics.get(name) for name in ("samples_per_s", "step_s"))

@@ -85,6 +85,8 @@ def test_lines_below_a_row() -> None:
     observer = Hints.__new__(Hints)
     assert observer.row(bound, []) == expected
     assert observer.row(case(launch_share={"step": 0.9}), []) == []
+    bound.check = "failed: the row shows no times"
+    assert observer.row(bound, []) == []
     rows = [{"host": host} for host in ("a", "a", "b", "b", "b")]
     nodes = [0, 0, 1, 1, 1]
     assert crowded_text(rows, [Others(0, 2), Others(0, 4)], nodes) == ""
