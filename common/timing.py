@@ -33,9 +33,8 @@ HOST_AHEAD_S = 5e-3  # a full launch queue (about 1,000 kernels) keeps the devic
 EARLY_BLOCK = 25  # minimum iterations of an early block: see StopRule.early
 # Untimed iterations at the start of a block: caches and queues as the step leaves them. One of
 # these numbers is drawn for each block: with a constant one, blocks of 1 or 3 iterations would
-# always or never contain what recurs in every second or fourth call. The seed was chosen so that a
-# few rounds already contain such calls in proportion.
-LEAD_INS, SEED = (1, 2), 86
+# always or never contain what recurs in every second or fourth call.
+LEAD_INS = (1, 2)
 LEAD_IN = sum(LEAD_INS) / len(LEAD_INS)  # the mean
 
 
@@ -129,6 +128,11 @@ def time_block(
     return times, 0.0 if host_ahead else (launched - start) / calls_per_sample
 
 
+def new_seed() -> int:
+    """Return another number in each case and run, whatever seeds the model sets."""
+    return random.SystemRandom().getrandbits(32)
+
+
 class TimedLoop:
     """The rounds of a case on this rank. before_block: called before each block, never within one,
     with the name of the step and the number of the block."""
@@ -147,8 +151,8 @@ class TimedLoop:
         if workload.returned:
             self.steps[STEP] = lambda: self.returned.append(workload.step())
         self.returned: list[Any] = []  # values of the step since the block began
-        self.random = random.Random(SEED)  # the same numbers on all ranks
         self.lead_ins: Sequence[int] = LEAD_INS
+        self.random = random.Random()  # run() seeds it: the same numbers on all ranks
         self.collected = workload.collected
         self.samples_s, self.rounds = self.collected.samples_s, self.collected.rounds
         self.launching_s = self.collected.launching_s
@@ -166,7 +170,8 @@ class TimedLoop:
         block = iterations_per_block(round_s, self.rule, differences)
         # with two untimed iterations, a block of a slow step could look like a hang
         lead_ins = LEAD_INS if round_s <= self.rule.longest_block_s else LEAD_INS[:1]
-        block, self.lead_ins = self.group.broadcast((block, lead_ins))
+        block, self.lead_ins, seed = self.group.broadcast((block, lead_ins, new_seed()))
+        self.random.seed(seed)
         stop = ""
         gc.collect()
         collects = gc.isenabled()  # a model may have disabled it

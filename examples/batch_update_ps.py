@@ -43,7 +43,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
         for name in kinds if i % 2 == 0 else reversed(kinds):
             dist.barrier()  # all trainers start their clocks together
             stamps = []
-            for _ in range(4):  # the first one is an untimed warm-up
+            for _ in range(5):  # the first one is an untimed warm-up
                 kinds[name]()
                 torch.get_device_module(device).synchronize()  # no-op on the CPU
                 stamps.append(time.perf_counter() * 1e3)
@@ -121,7 +121,7 @@ def main() -> int:
 
     compare({"step": step, "gradient alone": gradient}, device)
     optimizer = torch.optim.SGD(in_one_process.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(16 * 4):  # the number of steps in `compare`
+    for _ in range(16 * 5):  # the number of steps in `compare`
         optimizer.zero_grad()
         in_one_process(batches).square().mean().backward()
         optimizer.step()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
+ROUNDS, STEPS = 16, 4  # each round times a block of 4 steps of each kind
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:

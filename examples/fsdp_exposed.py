@@ -32,7 +32,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend `fak
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
+ROUNDS, STEPS = 16, 4  # each round times a block of 4 steps of each kind
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:

@@ -44,7 +44,7 @@ def compare(kinds: dict[str, Callable[[], object]], device: torch.device) -> Non
         for name in kinds if i % 2 == 0 else reversed(kinds):
             dist.barrier()  # all trainers start their clocks together
             stamps = []
-            for _ in range(4):  # the first one is an untimed warm-up
+            for _ in range(5):  # the first one is an untimed warm-up
                 kinds[name]()
                 torch.get_device_module(device).synchronize()  # no-op on the CPU
                 stamps.append(time.perf_counter() * 1e3)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROUNDS, STEPS = 15, 3  # each round times a block of 3 steps of each kind
+ROUNDS, STEPS = 15, 4  # each round times a block of 4 steps of each kind
 MARGIN = 1.05  # a rank that is less than 5% slower than the other ranks is not reported
 
 

@@ -178,6 +178,13 @@ def planted_time() -> None:
     """
     looks = itertools.count()
     time.perf_counter = lambda: planted_s + next(looks) * 1e-6
+    patch("random.SystemRandom.getrandbits", lambda *_: 86, None)  # the untimed iterations
+
+
+@fault
+def one_untimed() -> None:
+    """Each block has one untimed iteration, so that calls can be counted."""
+    patch("random.Random.choice", lambda real, self, choices: choices[0], None)
 
 
 # -- machine: a rank that dies or is missing, a closed stdout --------------------------------------

@@ -60,10 +60,11 @@ def test_a_lost_call_and_a_wrong_echo_fail_their_cases(bench: Bench) -> None:
     flags = ("--ops", "rpc_sync,async_execution", "--sizes", "8")
     run = bench(SCRIPT, *SHORT, *flags, inject="callee-errs", status=1)
     lost, wrong = run.report.cases
-    calls, size_bytes, sent = map(int, re.findall(r"\d+", lost.check))
-    assert (calls, size_bytes) == (sent - 1, 8 * (sent - 1))
-    received = f"{calls} one-way calls with {size_bytes} bytes"
-    assert lost.check == f"failed: the server received {received}, but the callers sent {sent} calls"
+    counts = r"received (\d+) one-way calls with (\d+) bytes, but the callers sent (\d+) calls"
+    found = re.fullmatch(f"failed: the server {counts}", lost.check)
+    assert found
+    received, size_bytes, sent = map(int, found.groups())
+    assert (received, size_bytes) == (sent - 1, 8 * (sent - 1))
     assert wrong.check == "failed: 1 of the last echoes to caller 0 differ from its payload"
 
 
