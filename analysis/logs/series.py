@@ -21,6 +21,7 @@ LEVEL = 0.6  # correlation from which two series may be of one job, if chance is
 SIGMAS = 4.0  # of independent steps: a correlation below is chance
 MIN_GROWING = 10  # numbers in a row that grow, which is no noise if the last is at least twice the
 MANY_GROWING = 30  # first, and from this number on also no drift
+MIN_GROWTH = 0.1  # share of the lines that grow, up to which a run that doubles may be a drift
 
 
 def restarts(columns: Sequence[Sequence[int]]) -> list[int]:
@@ -28,9 +29,8 @@ def restarts(columns: Sequence[Sequence[int]]) -> list[int]:
 
     columns: the integers in the line of each match. The counter is the integer that increases by
     the same amount in most lines. An integer that never decreases and increases at each of these
-    positions is an epoch or the number of all steps, and there is no restart. Nor is there one if
-    the counter always returns from the same number to the same number, and counts from the one to
-    the other at least twice: these are epochs.
+    positions is an epoch or the number of all steps, and there is no restart. Nor is there one
+    where an epoch ends.
     """
     if len(columns) < 4:
         return []
@@ -54,20 +54,20 @@ def restarts(columns: Sequence[Sequence[int]]) -> list[int]:
         # ranks that share a log may differ by a step
         drops = (down <= -3 * step) | (is_first & (down <= -2 * step))
         is_total = (change >= 0).all(axis=0) & (change[drops] > 0).all(axis=0)
-        at = [] if is_total.any() or are_epochs(values, drops) else np.flatnonzero(drops).tolist()
-        best = [kept[i + 1] for i in at]
+        at = np.flatnonzero(drops & ~ends_of_epochs(values, drops))
+        best = [] if is_total.any() else [kept[i + 1] for i in at]
     return best
 
 
-def are_epochs(counter: np.ndarray, drops: np.ndarray) -> bool:
-    """Whether a counter that drops after these positions counts the same numbers in each part. The
-    log may begin and end within a part."""
-    lasts, firsts = counter[:-1][drops], counter[1:][drops]
-    if not len(lasts) or np.ptp(lasts) or np.ptp(firsts):
-        return False
-    is_within = counter[0] >= firsts[0] and counter[-1] <= lasts[0]
-    complete = len(lasts) - 1 + int(counter[0] == firsts[0]) + int(counter[-1] == lasts[0])
-    return bool(is_within and complete >= 2)
+def ends_of_epochs(counter: np.ndarray, drops: np.ndarray) -> np.ndarray:
+    """Which of these drops of a counter end an epoch: [n] bool. An epoch counts from the smallest
+    first number of all parts to the largest last one, and at least two parts do so."""
+    firsts, lasts = counter[np.r_[True, drops]], counter[np.r_[drops, True]]
+    begins, ends = firsts == firsts.min(), lasts == lasts.max()
+    found = np.zeros_like(drops)
+    if (begins & ends).sum() >= 2:
+        found[drops] = ends[:-1] & begins[1:]
+    return found
 
 
 def after_skip(count: int, starts: Sequence[int], skip: int) -> list[int]:
@@ -100,14 +100,17 @@ def slow_start(times_s: Sequence[float], starts: Sequence[int] = ()) -> list[int
 
 def only_grow(numbers: Sequence[float], many: int = MANY_GROWING) -> bool:
     """Whether most of the numbers are in long runs that grow, as those of a clock, which may begin
-    again. Equal neighbors count once. many: the length from which a run is no drift."""
+    again. Equal neighbors count once. many: the length from which a run is no drift. A shorter run
+    counts if it doubles, unless few lines grow: these may be times with few digits."""
     values = np.asarray(numbers)
+    grows = (np.diff(values) > 0).sum() > MIN_GROWTH * len(values)
+    many = many if grows else MANY_GROWING
     values = values[np.diff(values, prepend=np.nan) != 0]
     runs = np.split(values, np.flatnonzero(np.diff(values) < 0) + 1)
     growing = [
         len(run)
         for run in runs
-        if len(run) >= many or (len(run) >= MIN_GROWING and run[-1] >= 2 * run[0])
+        if len(run) >= many or (grows and len(run) >= MIN_GROWING and run[-1] >= 2 * run[0])
     ]
     return sum(growing) > len(values) / 2
 

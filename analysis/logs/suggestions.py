@@ -23,6 +23,7 @@ TIMED = re.compile(
     r"(?<![\w/])((?:[A-Za-z_]\w* )?)([A-Za-z_][\w/]*(?:[:=] ?| ))\d+(?:\.\d+)?"
     r"( ?(?:ms|s/it|it/s|s)(?![\w/]))"
 )
+LINE_END = re.compile(rb"[\r\n]")
 RATE_FIELD = re.compile(r"tps|per_s|throughput|/s$")
 TIME_FIELD = re.compile(rf"time|sec|_ms|\(s\)|{RATE_FIELD.pattern}")
 
@@ -39,7 +40,7 @@ def suggested() -> Iterator[None]:
 def suggestion(content: bytes) -> str:
     """`; its lines are read by --step '...' (Megatron-LM)`: flags that read a log, or several
     to choose from; an example if there are none."""
-    text = text_of(content[:MOST_BYTES])
+    text = text_of(part_of(content))
     lines = [line[:MOST_CHARACTERS] for line in NEW_LINE.split(text)]
     short = "\n".join(lines)
     found: dict[tuple[float, ...], str] = {}  # flags that read equal times are suggested once
@@ -57,6 +58,18 @@ def suggestion(content: bytes) -> str:
     *others, last = found.values()
     which = "use the one that is the time or rate of a whole step, or write another"
     return f"; its lines are read by {', '.join(others)} or {last}; {which}"
+
+
+def part_of(content: bytes) -> bytes:
+    """The first and the last lines of a log, MOST_BYTES in all. Steps may follow a long preamble,
+    and a number that is cut may contradict the others."""
+    half = MOST_BYTES // 2
+    if len(content) <= MOST_BYTES:
+        return content
+    begin, end = content[:half], content[-half:]
+    last = max(begin.rfind(b"\n"), begin.rfind(b"\r"))  # progress bars end lines by a return
+    first = LINE_END.search(end)
+    return begin[: last + 1 or half] + end[first.end() if first else 0 :]
 
 
 def times_read(flags: str, text: str) -> tuple[float, ...]:

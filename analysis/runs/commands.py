@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # None outside of Linux
 SET_CHILD_SUBREAPER = 36  # option of prctl (linux/prctl.h)
 QUOTED = re.compile(r"""\\.|'[^']*'|"(\\.|[^"\\])*\"""", re.DOTALL)
-OPERATOR = re.compile(r"[|<>;]+|(?:^|\s)(?:&+|\()|&+(?:\s|$)")  # of a shell, outside of quotes
+OPERATOR = re.compile(r"[|<>;]+|&&+|(?:^|\s)(?:&+|\()|&(?:\s|$)")  # of a shell, outside of quotes
 KEPT = "finished runs are kept in {}; repeat the same command to continue"
 
 

@@ -246,6 +246,8 @@ def test_leading_steps_are_left_out_with_a_line(tmp_path: Path) -> None:
         ([(1,), (2,), (3,), (1,), (2,), (3,)], []),
         ([(3,), (1,), (2,), (3,), (1,), (2,), (3,), (1,)], []),
         ([(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1)], []),
+        # the second of four epochs was killed, and began again
+        ([(1,), (2,), (3,), (4,), (1,), (2,), (3,), (1,), (2,), (3,), (4,), (1,)], [7]),
         # attempts: of other lengths, or twice from the same checkpoint to the same error
         ([(1,), (2,), (3,), (1,), (2,), (3,), (4,), (1,), (2,), (3,)], [3, 7]),
         ([(1,), (2,), (3,), (4,), (5,), (2,), (3,), (4,), (5,), (2,), (3,), (4,), (5,)], [5, 9]),
@@ -313,6 +315,8 @@ def test_a_stall_at_the_start_of_every_epoch_counts(tmp_path: Path, skip: str) -
         ([*range(1, 13)] * 3, True),  # since the start of the epoch
         ([100.0] * 40, False),
         ([8.0] * 20 + [8.1] * 20 + [8.2] * 20, False),
+        ([1 + i // 50 / 10 for i in range(600)], False),  # longer and longer sequences
+        ([i // 16 for i in range(16, 800)], True),  # 16 ranks print whole seconds
         ([5.0], False),
         (near(100, 1, 2.0, 1000), False),
         ([t + 0.01 * i for i, t in enumerate(near(100, 1, 0.05, 1000))], False),  # a slow drift

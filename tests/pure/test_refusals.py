@@ -130,6 +130,7 @@ MISTAKES = [
     ("ab", "--a no-such-program --out ab", "expected a program that can be run, got 'no-such-prog"),
     ("ab", "--a 'X=1 cmd' --out ab", "'X=1'; to set a variable, write env X=1 ..."),
     ("ab", "--a 'true a && true b' --out ab", "needs no shell, got '&&'; quote the word, or"),
+    ("ab", "--a 'true a&&true b' --out ab", "needs no shell, got '&&'; quote the word, or"),
     ("ab", "--a 'true 2>/dev/null' --out ab", "needs no shell, got '>'; quote the word, or "),
     ("ab", "--a x --b y --b z --out ab", "expected one command B, quoted as one argument, got 2"),
     ("ab", "--a x --out ab --unit ms", "--unit requires --step"),

@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from analysis.ab import add_flags
-from analysis.logs import patterns, step_logs
+from analysis.logs import patterns, step_logs, suggestions
 from analysis.logs.step_logs import Steps, matches_in, pattern, steps_of, times_of
 from analysis.logs.suggestions import suggestion
 from analysis.runs.load import load
@@ -595,6 +595,17 @@ def test_suggestions_read_the_lines(form: str, expected: str) -> None:
         assert line.replace("--step ", "") == "; its lines are read by " + expected + end
     else:
         assert line.startswith("; step times of a log are read by --step, e.g. ")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_suggestions_from_a_long_log(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps follow other lines, and are cut at any character."""
+    monkeypatch.setattr(suggestions, "MOST_BYTES", 2000)
+    lines = ["NCCL INFO Channel 00/02 : 0 1 2 3 via ring"] * 40
+    lines += [f"step: {i}  loss: 4.25  tps: {1200 + 17 * i % 50:,}" for i in range(100)]
+    for shift in range(0, 40, 3):
+        text = "x" * shift + end.join(lines) + "\n"
+        assert suggestion(text.encode()).endswith(" (torchtitan)")
 
 
 # -- ab.py -----------------------------------------------------------------------------------------
