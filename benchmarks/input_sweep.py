@@ -412,6 +412,11 @@ def find_files(folder: Path) -> Files:
     """The images in class folders. Raises OSError or ValueError if they cannot be read."""
     from torchvision.datasets import ImageFolder
 
+    if not folder.is_dir():
+        example = "e.g. --data /scratch/imagenet/train"
+        raise ValueError(
+            f"expected a folder with a folder of images per class, got {folder}; {example}"
+        )
     files = ImageFolder(folder).samples
     probe = Images(files[:: math.ceil(len(files) / 8)], pixels=1)  # decode at most 8 of them
     for index in range(len(probe)):

@@ -230,6 +230,7 @@ class Benchmark:
         self.case_count = 0  # number of planned cases; 0 if unknown
         self.measured: list[Key] = []
         self.modules: set[str] = set()  # those imported when the report was opened
+        self.skipped = ""  # the reason that was printed last why a check was skipped
         self.attempts = 0  # number of cases and rehearsals so far
         self.unshown: dict[str, tuple[Case, list[str]]] = {}  # by name, with observers' lines
         self.done: list[Key] = []  # cases of a resumed report that need not be measured again
@@ -410,7 +411,9 @@ class Benchmark:
             raise ValueError(f"expected a new key for each case, got {key} twice")
         if key in self.done:
             if earlier := self.report.find(key):  # None on other ranks
-                self.show(earlier, [f"{name}: measured {earlier.measured}"])
+                self.show(
+                    earlier, [f"{name}: measured {earlier.measured}", *self.unchecked(earlier)]
+                )
             return earlier
         self.measured.append(key)
         case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
@@ -535,11 +538,13 @@ class Benchmark:
                 for number, observer in enumerate(self.observers):
                     seen = [result.seen[number] for result in of_ranks]
                     lines += guarded(observer, observer.row, case, seen)
+                lines += self.unchecked(case)
                 reason = not_json(case.metrics)
             except Exception as error:
                 reason = exits.describe(error)
         if reason:
             case.metrics, case.check = {}, f"failed: {reason}"
+            lines.clear()  # its row has no times
             if failed_rank is not None:
                 case.metrics["failed_rank"] = failed_rank
         if self.report.path:
@@ -551,6 +556,14 @@ class Benchmark:
         except ValueError as error:
             return reason, (f"--json {error}", 2)
         return reason, None
+
+    def unchecked(self, case: Case) -> list[str]:
+        """A line with the reason why the check of a case was skipped, unless it was the last one's
+        as well, or the user's decision."""
+        if not case.check.startswith("skipped: ") or case.check in (UNCHECKED, self.skipped):
+            return []
+        self.skipped = case.check
+        return [f"not checked: {case.check.removeprefix('skipped: ')}"]
 
     def complete(self, case: Case, derive: Derive, results: list[RankResult]) -> None:
         """Set the samples, the metrics and the check of a case, from the results of its ranks.

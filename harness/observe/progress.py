@@ -75,12 +75,14 @@ class Progress(Observer):
         write_stderr(CLEAR + line[:room] + times if self.what else CLEAR, end="")
 
     def left(self, spent_s: float) -> str:
-        """`; about 3 min left`, if the remaining cases take as long as those before them. spent_s:
-        on this case."""
+        """`; about 3 min left`, if the remaining cases take as long as those so far. spent_s: on
+        this case."""
         done, count = len(self.bench.measured) - 1, self.bench.case_count
         if not 0 < done < count:
             return ""
-        rest_s = (self.case_start_s - self.start_s) / done * (count - done) - spent_s
+        before_s = self.case_start_s - self.start_s
+        each_s = max(before_s / done, (before_s + spent_s) / (done + 1))
+        rest_s = each_s * (count - done - 1) + max(0.0, each_s - spent_s)
         return f"; about {duration(rest_s)} left" if rest_s > 0 else ""
 
     def stop(self) -> None:

@@ -166,6 +166,14 @@ def test_an_unchecked_case_is_measured_again() -> None:
     assert not benchmark.counts_as_done(failed, Mock(check=0))
 
 
+def test_a_reason_why_cases_are_not_checked_is_printed_once() -> None:
+    bench = Benchmark.__new__(Benchmark)
+    bench.skipped = ""
+    checks = ["passed", "skipped: why", "skipped: why", "skipped: -c 0", "skipped: other"]
+    lines = [bench.unchecked(Case(key={}, ranks=[], check=check)) for check in checks]
+    assert lines == [[], ["not checked: why"], [], [], ["not checked: other"]]
+
+
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_refused_run_leaves_no_empty_report(is_replaced: bool, tmp_path: Path) -> None:
     """Not even after it was opened. The report of an earlier run keeps its name."""

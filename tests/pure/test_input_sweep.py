@@ -121,6 +121,10 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
     text.write_text("text")
     with pytest.raises(ValueError, match=f"^{text} is not an image: UnidentifiedImageError$"):
         find_files(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^expected a folder with a folder of .*, got /no; e.g. --data"
+    ):
+        find_files(Path("/no"))
 
 
 class Pair(NamedTuple):
