@@ -850,6 +850,8 @@ def answer(cases: list[Case]) -> list[str]:
             sentence = f"{name} and eager {NOT_COMPARED}"
         elif ratio.may_be(1):
             sentence = f"{name} and eager do not differ significantly: {shown}{stalls}"
+        elif stalls:
+            pass  # means and medians may disagree on whether compiling pays off
         elif ratio.value < 1:
             sentence += "; compiling does not pay off"
         elif payback := case.metrics.get("payback_steps"):

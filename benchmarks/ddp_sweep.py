@@ -80,9 +80,11 @@ from benchmarks.workloads.own_model import (
 from benchmarks.workloads.percentiles import percentile_columns
 from benchmarks.workloads.precision import DTYPE_HELP, PRECISION, name_precision, set_precision
 from benchmarks.workloads.settings import (
+    NOT_COMPARED,
     SettingsTable,
     compare_rows,
     compare_settings,
+    of_all,
     split_case,
 )
 from benchmarks.workloads.training import (
@@ -766,13 +768,13 @@ def check(facts: list[Facts], ranks: list[int]) -> str:
     """Whether all ranks have equal parameters and equal averaged gradients, which are the mean of
     the local ones.
 
-    A diverging loss is not a fault of DDP: if values are not finite on any rank, the check is
-    skipped.
+    A loss that is not finite is no fault of DDP: if the values of all ranks are not finite, the
+    check is skipped; if only those of some ranks are not, it fails.
     """
     for what in ("parameters", "gradients"):
         digests = [getattr(fact, what) for fact in facts]
         if set(digests) == {NOT_FINITE}:
-            return f"skipped: the loss diverges: the {what} of all ranks are not finite"
+            return f"skipped: the {what} of all ranks are not finite"
         if problem := compare_replicas(digests, ranks, what):
             return verdict(problem)
     return verdict(next((fact.wrong for fact in facts if fact.wrong), None))
@@ -934,9 +936,13 @@ def scaling(case: Case, names: Sequence[str] = ()) -> Sentence:
         most = math.inf if case.key["global_batch"] else ranks
         possible = not speed.above(most)
         shown = speed.as_factor(most if possible else math.inf, "the number of ranks")
-        sentence = f"{on_ranks} {trains} {shown} as fast as one rank alone"
-        if speed.may_be(1):
-            sentence = f"{on_ranks} and one rank alone do not differ significantly: {shown} as fast"
+        stalls = of_all(speed, case, case, "no ddp", 1 if case.key["global_batch"] else ranks)
+        sentence = f"{on_ranks} {trains} {shown} as fast as one rank alone{stalls}"
+        if speed.low is None:
+            sentence = f"{on_ranks} and one rank alone {NOT_COMPARED}"
+        elif speed.may_be(1):
+            both = f"{on_ranks} and one rank alone do not differ significantly"
+            sentence = f"{both}: {shown} as fast{stalls}"
     if waiting:
         sentence += f"; {waiting}"
     if exposed := metrics.get("exposed_s"):

@@ -256,6 +256,14 @@ def iteration_times(samples: ArrayLike, aligned: bool) -> Samples:
     return np.asarray(x[slowest])
 
 
+def mean_time(samples: ArrayLike) -> float:
+    """Return the mean time of an iteration: that of the rank with the largest mean. A rank that is
+    late at the end of an iteration makes the others wait in the next one; the mean of the maximum
+    over ranks would count this twice. samples: seconds [ranks, n]; a case that kept only those of
+    the slowest rank in each iteration has one row."""
+    return float(np.mean(np.asarray(samples, dtype=np.float64), axis=1).max())
+
+
 def by_round(samples: ArrayLike, rounds: Sequence[int]) -> list[Samples]:
     """Split samples [n] by round. rounds: iterations of each round, n in total."""
     return np.split(np.asarray(samples, dtype=np.float64), np.cumsum(rounds)[:-1])

@@ -294,8 +294,8 @@ def test_the_metrics_of_a_case_by_hand() -> None:
         ([("a", "g"), ("a", "g")], "passed"),
         ([("a", "g"), ("a", "h")], "failed: after the steps the gradients of rank 1 differ from r"),
         ([("a", "g"), ("a", NOT_FINITE)], "failed: gradients of rank 1 are not finite"),
-        ([("a", NOT_FINITE)] * 2, "skipped: the loss diverges: the gradients of all ranks are not"),
-        ([(NOT_FINITE, "g")] * 2, "skipped: the loss diverges: the parameters of all ranks are n"),
+        ([("a", NOT_FINITE)] * 2, "skipped: the gradients of all ranks are not finite"),
+        ([(NOT_FINITE, "g")] * 2, "skipped: the parameters of all ranks are not finite"),
     ],
 )
 def test_a_diverging_loss_is_not_a_failure(digests: list[tuple[str, str]], verdict: str) -> None:
@@ -314,7 +314,7 @@ def test_batches_of_tokens_and_a_loss_that_diverges(bench: Bench) -> None:
     of_two = [case for case in run.report.cases if len(case.ranks) == 2]
     assert [case.key["batch_size"] for case in of_two] == [2, 4, 3, 3]
     assert [case.check for case in of_two[:3]] == ["passed"] * 3
-    assert of_two[3].check.startswith("skipped: the loss diverges: ")
+    assert of_two[3].check.startswith("skipped: the ")
     tokens, step = of_two[1].metrics["tokens_per_s"], of_two[1].metrics["step_s"]
     assert tokens.value == pytest.approx(3 * 2 * 4 * 3 / step.value)
     assert "tokens_per_s" not in of_two[2].metrics

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.stats import Estimate, Times
+from common.stats import Estimate, Times, mean_time
 from common.table import Columns, Table
 from harness.cli import cut
 from harness.exits import as_started
@@ -18,6 +18,8 @@ from harness.report import Case
 # Ends an answer that lists the times of several cases
 SEQUENTIAL = "these were timed one after the other; "
 SEQUENTIAL += f"use {as_started('analysis/ab.py')} to compare them"
+NOT_COMPARED = "cannot be compared, because their ratio has no interval"
+NEAR = 1.05  # a ratio of means this close to an interval does not contradict it
 
 
 def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
@@ -49,6 +51,10 @@ def fastest(name: str, leads: Mapping[str, Estimate]) -> str:
     """Say whether a setting is the fastest, which requires that it wins against every other one.
     leads: how many times as fast as each other it is, with intervals of confidence `simultaneous`.
     """
+    if unknown := [other for other, lead in leads.items() if lead.low is None]:
+        return (
+            f"which setting is the fastest is unknown: {name} and {cut(unknown, 3)} {NOT_COMPARED}"
+        )
     alike = {other: lead for other, lead in leads.items() if lead.may_be(1)}
     if alike:
         several = cut([f"{other}: {lead.as_factor()}" for other, lead in alike.items()], 3)
@@ -69,30 +75,51 @@ def split_case(case: Case, labels: Sequence[str], shared: Sequence[str] = ()) ->
             metrics = {name: value for name, value in case.metrics.items() if " " not in name}
         else:
             metrics = {name: case.metrics[name] for name in shared if name in case.metrics}
+        own = {"step": case.samples_s[label]} if label in case.samples_s else {}
         prefix = f"{label} "
         for name, value in case.metrics.items():
             if name.startswith(prefix):
                 metrics[name.removeprefix(prefix)] = value
-        rows.append(replace(case, name=label, metrics=metrics))
+        rows.append(replace(case, name=label, metrics=metrics, samples_s=case.samples_s | own))
     return rows
+
+
+def of_all(speed: Estimate, first: Case, row: Case, part: str = "step", scale: float = 1) -> str:
+    """Return ` by medians, and 1.26 times by means` if the ratio of mean times is not near the
+    interval of the ratio of medians, because some iterations stall; "" if it is.
+
+    The ratio of means is that of a part of the first row to the step of the other, times scale.
+    """
+    ours, theirs = row.samples_s.get("step"), first.samples_s.get(part)
+    if speed.low is None or speed.high is None or not ours or not theirs:
+        return ""
+    quotient = mean_time(theirs) / mean_time(ours) * scale
+    if speed.low / NEAR <= quotient <= speed.high * NEAR:
+        return ""
+    return f" by medians, and {quotient:.2f} times by means"
 
 
 def compare_rows(rows: Sequence[Case], name_of: Callable[[Case], str]) -> list[str]:
     """Return `ddp eager is 1.12 times (1.08 to 1.17) as fast as fsdp2 eager` for each setting but
     the first; for three or more settings also whether one of them is the fastest."""
     first, *names = map(name_of, rows)
-    sentences = []
+    sentences, by_medians = [], ""
     for name, row in zip(names, rows[1:], strict=True):
         speed = row.metrics["speed"]
-        if speed.may_be(1):
+        stalls = of_all(speed, rows[0], row)
+        by_medians = "by medians, " if stalls else by_medians
+        if speed.low is None:
+            sentences.append(f"{name} and {first} {NOT_COMPARED}")
+        elif speed.may_be(1):
             difference = f"{name} and {first} do not differ significantly"
-            sentences.append(f"{difference}: {speed.as_factor()} as fast")
+            sentences.append(f"{difference}: {speed.as_factor()} as fast{stalls}")
         else:
-            sentences.append(f"{name} is {speed.as_factor()} as fast as {first}")
+            sentences.append(f"{name} is {speed.as_factor()} as fast as {first}{stalls}")
     leads = {name_of(row): row.metrics.get("lead_of_fastest") for row in rows}
     if len(leads) > 2:
         [best] = [name for name, lead in leads.items() if lead is None]
-        sentences.append(fastest(best, {name: lead for name, lead in leads.items() if lead}))
+        of_others = {name: lead for name, lead in leads.items() if lead}
+        sentences.append(by_medians + fastest(best, of_others))
     return sentences
 
 

@@ -65,6 +65,8 @@ def late_text(case: Case, names: Sequence[str] = ()) -> str | None:
     who = cut([names[rank] if names else f"rank {rank}" for rank in late])
     make = "makes" if len(late) == 1 else "make"
     others = "other rank" if len(case.ranks) - len(late) == 1 else "other ranks"
+    if wait_s.value > step_s:  # its mean is arithmetic, that of the step geometric
+        return f"{who} {make} the {others} wait for nearly all of a step of {show_seconds(step_s)}"
     return f"{who} {make} the {others} wait {wait_s.part_of(step_s)} of {show_seconds(step_s)}"
 
 

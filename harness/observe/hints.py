@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from common.stats import Estimate, autocorrelation_time, iteration_times, show_seconds, significant
+from common.stats import (
+    Estimate,
+    autocorrelation_time,
+    iteration_times,
+    mean_time,
+    show_seconds,
+    significant,
+)
 from common.timing import MIN_SAMPLES
 from harness.benchmark import Observer, flag_for_more
 from harness.cli import TURN
@@ -20,7 +27,7 @@ from harness.report import Case
 WIDE = 0.1  # an interval that extends further from its value, relative to it, gets a hint
 MIN_MODE_RATIO = 2.0  # minimum ratio of the slow mode's time to that of the fast mode
 MIN_MODE_SAMPLES = 5  # of each mode
-MIN_LONGER = 1.05  # mean of all steps over their typical time, from which a line says so
+MIN_LONGER = 1.05  # a line is printed if mean and typical time differ by a larger factor
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes a larger share of the device's time
 LAUNCH_HINT = (
     "launch-bound: launching the kernels takes the host over 90% of the time, so this measures "
@@ -35,8 +42,13 @@ class Hints(Observer):
     def row(self, case: Case, seen: list[Any]) -> list[str]:
         if case.failed:
             return []  # its row has no times
-        share = launch_bound(case)
-        return ([f"launch-bound {share:.0%}"] if share else []) + two_modes(case)
+        share, table = launch_bound(case), self.bench.table
+        lines = [f"launch-bound {share:.0%}"] if share else []
+        rows = table.rows_of(case) if table else [case]
+        for row in rows:  # one for each setting
+            begin = f"{row.name}: " if len(rows) > 1 else ""
+            lines += [begin + line for line in two_modes(row)]
+        return lines
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
         others = self.bench.load_of_others()
@@ -92,19 +104,21 @@ def modes(samples: ArrayLike) -> list[tuple[float, float]]:
 
 def two_modes(case: Case) -> list[str]:
     """Return a line if the step has two modes, such as 0.3 ms, and 3.6 ms for a call that waits for
-    a core, or if for another reason it takes longer on average than the median says: some steps
-    stall, or there are three modes. A rate that is derived from the median is then none at which
-    the model was trained: the line adds the rate over all iterations."""
+    a core, or if for another reason its time on average is not what the median says: some steps
+    stall, there are three modes, or the slowest rank differs from step to step. A rate that is
+    derived from the median is then none at which the model was trained: the line adds the rate over
+    all iterations."""
     times_s = slowest_s(case)
     both = modes(times_s)
     lines = [", ".join(f"{show_seconds(x)} ({share:.0%})" for x, share in both)] if both else []
     lines = [f"two modes: {line}" for line in lines]
     rate, step = (case.metrics.get(name) for name in ("samples_per_s", "step_s"))
     if len(times_s) and isinstance(rate, Estimate) and isinstance(step, Estimate):
-        longer = sum(times_s) / len(times_s) / step.value
+        longer = mean_time(case.samples_s["step"]) / step.value
         overall = rate.value / longer
-        below = rate.value if rate.low is None else rate.low
-        if both or overall < min(below, rate.value / MIN_LONGER):
+        low, high = rate.low or rate.value, rate.high or rate.value
+        slower, faster = rate.value / MIN_LONGER, rate.value * MIN_LONGER
+        if both or not min(low, slower) <= overall <= max(high, faster):
             lines = lines or [f"on average a step takes {longer:.2f} times this long"]
             lines[0] += f"; over all iterations {significant(overall)} samples/s"
     return lines

@@ -15,7 +15,13 @@ import torch
 
 from benchmarks import ddp_sweep
 from benchmarks.ddp_sweep import Setting
-from benchmarks.workloads.settings import compare_settings, fastest, simultaneous
+from benchmarks.workloads.settings import (
+    compare_rows,
+    compare_settings,
+    fastest,
+    of_all,
+    simultaneous,
+)
 from common.stats import Estimate, Times
 from common.table import fitted
 from harness.benchmark import Implausible
@@ -128,9 +134,36 @@ def test_settings_that_do_not_differ_significantly() -> None:
     # with two settings the ratio is enough
     _, *sentences = ddp_sweep.answer(ddp_sweep.rows_of(interleaved(swinging(1.12), [1.0] * 6)))
     assert len(sentences) == 1
-    # a ratio without an interval is not significant
-    words = "no setting is the fastest: c does not differ significantly from a: 2.50 times (no "
+    wide = {"b": Estimate(2, 1.9, 2.1), "a": Estimate(2.5, 0.9, 6)}  # b is the next
+    assert fastest("c", wide).endswith(
+        "c does not differ significantly from a: 2.50 times (0.90 to 6.00)"
+    )
+    words = "which setting is the fastest is unknown: c and a cannot be compared, because their "
     assert fastest("c", {"b": Estimate(2, 1.9, 2.1), "a": Estimate(2.5)}).startswith(words)
+
+
+def test_a_ratio_of_means_that_contradicts_that_of_typical_times() -> None:
+    """Every third step stalls: 2 * 23.3 / 37.1 = 1.26, and 0.32 is outside of the interval."""
+    samples_s = {"step": [[0.02, 0.02, 0.0713] * 4], "no ddp": [[0.0233] * 12]}
+    case = Case(key={}, ranks=[0, 1], samples_s=samples_s)
+    told = of_all(Estimate(0.32, 0.17, 0.63), case, case, "no ddp", 2)
+    assert told == " by medians, and 1.26 times by means"
+    for near in (Estimate(1.2, 1.1, 1.21), Estimate(1.3, 1.31, 1.4), Estimate(0.32)):
+        assert of_all(near, case, case, "no ddp", 2) == ""
+    # every fourth step of b takes 300 instead of 77.8 ms, 133.3 ms on average
+    rows = []
+    for name, step_s in {"a": [0.1] * 4, "b": [0.0778] * 3 + [0.3], "c": [0.2] * 4}.items():
+        samples_s = {"step": [step_s * 6]}
+        rows.append(Case(key={}, ranks=[0], name=name, samples_s=samples_s))
+    lead = Estimate(1.25, 1.2, 1.3)
+    rows[0].metrics["lead_of_fastest"] = rows[1].metrics["speed"] = lead
+    rows[2].metrics |= {"lead_of_fastest": lead * 2, "speed": Estimate(0.5, 0.48, 0.52)}
+    first, second, third = compare_rows(rows, lambda row: row.name)
+    assert (
+        first == "b is 1.25 times (1.20 to 1.30) as fast as a by medians, and 0.75 times by means"
+    )
+    assert second == "c is 0.50 times (0.48 to 0.52) as fast as a"
+    assert third.startswith("by medians, b is the fastest of 3 settings, 1.25 times (")
 
 
 def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | None:

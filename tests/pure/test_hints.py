@@ -1,12 +1,15 @@
 """harness/observe/hints.py: the lines around the tables."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from benchmarks.workloads.settings import SettingsTable, split_case
 from common.stats import Estimate
 from harness.benchmark import report_lines
 from harness.cpu_load import Others
@@ -83,8 +86,19 @@ def test_lines_below_a_row() -> None:
     bound = case(samples=split, launch_share={"step": 0.97, "local": 0.2})
     expected = ["launch-bound 97%", "two modes: 310 us (75%), 3.60 ms (25%)"]
     observer = Hints.__new__(Hints)
+    observer.bench = Mock(table=None)
     assert observer.row(bound, []) == expected
     assert observer.row(case(launch_share={"step": 0.9}), []) == []
+    # a row for each setting, with its own steps
+    two = case(samples=split)
+    two.metrics |= {"b step_s": Estimate(0.1), "b samples_per_s": Estimate(80)}
+    two.samples_s["b"] = [[0.1] * 3 + [0.3]]
+    observer.bench = Mock(table=SettingsTable({}, partial(split_case, labels=["a", "b"]), "ab"))
+    assert observer.row(two, []) == [
+        "a: two modes: 310 us (75%), 3.60 ms (25%)",
+        "b: on average a step takes 1.50 times this long; over all iterations 53.33 samples/s",
+    ]
+    observer.bench = Mock(table=None)
     bound.check = "failed: the row shows no times"
     assert observer.row(bound, []) == []
     rows = [{"host": host} for host in ("a", "a", "b", "b", "b")]
@@ -129,6 +143,17 @@ def test_two_modes_and_their_shares() -> None:
     assert begin.startswith("two modes: 10")
     both = case(samples=step_s, step_s=Estimate(0.015), samples_per_s=Estimate(8 / 0.015))
     assert two_modes(both) == [f"{begin}; over all iterations 400.0 samples/s"]
+
+
+def test_a_rank_that_is_late_at_the_end_of_every_second_step() -> None:
+    """Rank 1 takes 107 ms in one step, and in the next one 11 ms, in which rank 0 waits for it. The
+    maximum is 107 and 112 ms; on average rank 1 takes 59 ms: 64 samples in 59 ms are 1,085 / s."""
+    late = case(step_s=Estimate(0.1095), samples_per_s=Estimate(64 / 0.1095, 560, 600))
+    late.samples_s["step"] = [[0.004, 0.112] * 10, [0.107, 0.011] * 10]
+    (line,) = two_modes(late)
+    assert (
+        line == "on average a step takes 0.54 times this long; over all iterations 1,085 samples/s"
+    )
 
 
 def test_a_rate_of_steps_that_stall() -> None:
