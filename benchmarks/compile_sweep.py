@@ -697,7 +697,7 @@ def make_replica(
     if skipped and strategy != "none" and key["compiler"] != "eager":
         label = Setting(strategy, key["compiler"]).label
         why = f"inside DDP and FSDP, torch.compile skips the forward of {cli.cut(skipped)}"
-        bench.print(f"# {label}: {why}; the case has subclasses that define their own")
+        bench.print(f"# {label}: {why}; subclasses that define their own are measured")
     model = wrap(model, strategy, mesh, units, bf16)
     reset_peak(device)  # excludes the full model, which FSDP has sharded
     compiled, batch = compile_by(key["compiler"], model), batches[rank % BATCHES]

@@ -432,12 +432,21 @@ def test_the_answer() -> None:
         "significantly: 1.10 times (0.90 to 1.40) as fast; DDP adds 10.0 ms (no interval) to a "
         "step, which takes 80.0 ms"
     )
+    assert answer_of(Estimate(0.55), Estimate(0.01)).startswith(
+        "m, fp32, buckets of 25 MiB: DDP on 2 ranks and one rank alone cannot be compared, because "
+        "their ratio has no interval; DDP adds 10.0 ms (no interval) to a step"
+    )
     # a late rank, not DDP, is why 2 ranks do not train much faster than one
     wait = Estimate(0.04, 0.039, 0.041)
     assert (
         "2 ranks train 1.25 times (1.20 to 1.40) as fast as one rank alone; "
         "rank 1 on b makes the other rank wait 40.0 ms (39.0 to 41.0) of 80.0 ms; DDP adds "
     ) in answer_of(faster, exposed, late_ranks=[1], late_wait_s=wait)
+    # an arithmetic mean may exceed the geometric one of the step
+    longer = answer_of(faster, exposed, late_ranks=[1], late_wait_s=wait * 2.1)
+    assert (
+        "rank 1 on b makes the other rank wait for nearly all of a step of 80.0 ms; DDP" in longer
+    )
     # more than twice as fast, or exposed longer than the step
     assert isinstance(answer_of(Estimate(1.2, 1.1, 1.3), exposed), Implausible)
     assert isinstance(answer_of(Estimate(0.5), Estimate(0.12, 0.1, 0.13)), Implausible)
